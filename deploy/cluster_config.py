@@ -180,8 +180,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(16, max(2, num_cores() // (16 * self.proxies)))
 
     @property
-    def media_threads(self) -> int:
-        """Threads per proxy that decode and process images and videos: one for every 8 cores, at least 1."""
+    def media_sandboxes(self) -> int:
+        """Sandboxes per proxy that decode and process images and videos: one for every 8 cores, at least 1."""
         return min(64, max(1, num_cores() // (8 * self.proxies)))
 
     @property

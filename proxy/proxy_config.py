@@ -43,8 +43,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logs: LogSettings = LogSettings()
     reader_processes: Annotated[int, Meta(ge=1, le=64)] = 2
     """Processes that read and tokenise requests, beside one that no single client can hold."""
-    media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Threads of the media process."""
+    media_sandboxes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Sandboxes of the media process that one client may hold. There is one more."""
     media_cache_endpoint: str = ""
     """Media cache of this host; empty where the model takes text only."""
     media_cache_tcp_endpoint: str = ""

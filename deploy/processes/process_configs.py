@@ -135,7 +135,7 @@ class ProcessConfigs:
             media=cluster.media,
             logs=cluster.logs,
             reader_processes=cluster.reader_processes,
-            media_threads=cluster.media_threads,
+            media_sandboxes=cluster.media_sandboxes,
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
             trust_remote_code=cluster.engine_settings.trust_remote_code,

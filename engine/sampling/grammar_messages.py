@@ -1,15 +1,23 @@
-"""Messages between a worker and its grammars' processes."""
+"""Messages between a worker, the fork server that holds its tokeniser, and its grammars' processes."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tandem.protocol.messages.sampling import Thinking
-from tandem.runtime.errors import ErrorInfo
+from tandem.runtime.errors import ErrorInfo, InvalidRequest, client_reason
+
+ENTRY = "grammar"
+"""Of the fork server."""
+
+
+def unusable_tokenizer(error: Exception) -> InvalidRequest:
+    reason = client_reason(error)
+    return InvalidRequest(f"this model does not support grammars: its tokeniser cannot be used: {reason}")
 
 
 class LoadTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message of a worker. vocab_size: of the logits."""
+    """Configuration of the fork server. vocab_size: of the logits."""
 
     tokenizer_json: bytes
     vocab_size: int

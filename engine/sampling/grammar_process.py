@@ -1,34 +1,39 @@
-"""A process for each grammar, in which it is compiled and its masks are computed: `python -m MODULE FD`.
+"""A process for each grammar, in which it is compiled and its masks are computed: `python -m MODULE`.
 
 Grammars come from clients, and nothing in llguidance bounds the time of a mask. In a process of its own, a grammar that
-computes for too long or crashes ends only its own sequences (docs/adr/0032-grammar-processes.md). One process loads the
-tokeniser and has one thread; it forks the others, which takes milliseconds and shares the tokeniser's memory.
+computes for too long or crashes ends only its own sequences (docs/adr/0032-grammar-processes.md). The program is a fork
+server, which loads the tokeniser and forks these processes, so that they share its memory. It is no `Sandbox` but
+limited by the same means: what a mask may take depends on its sequence, and one message asks for many masks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
-import signal
-import socket
-import sys
 import time
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
-from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMask, FillMasks, LoadTokenizer, Mask
+from tandem.engine.sampling.grammar_messages import (
+    ENTRY,
+    CompileGrammar,
+    FillMask,
+    FillMasks,
+    LoadTokenizer,
+    Mask,
+    unusable_tokenizer,
+)
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, client_reason
-from tandem.runtime.processes.fork_server import limit_more_data, why_unsafe_to_fork
-from tandem.runtime.processes.forked_child import fork_child
-from tandem.runtime.processes.lifetime import die_with_parent
+from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD, read_config
+from tandem.runtime.processes.sandbox import CALLS_FD, confine, cpu_limit, limit_more_data
 from tandem.runtime.stack import call_with_stack
 
 COMPILE_CPU_S = 5.0
@@ -51,62 +56,42 @@ class _Sequence:
         self.allowance_s = MASK_BURST_CPU_S
 
 
-def main() -> None:
-    """Loads the tokeniser, says so by an empty `Mask`, and forks a process for each connection that it receives."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's, which ends the worker
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    connection = Connection(os.dup(control.fileno()))
-    try:
-        wanted = msgspec.msgpack.decode(connection.recv_bytes(), type=LoadTokenizer)
-    except EOFError:
-        return
+def main() -> NoReturn:
+    wanted = msgspec.msgpack.decode(read_config(), type=LoadTokenizer)
+    tokenizer: LLTokenizer | ErrorInfo
     try:
         tokenizer = make_tokenizer(wanted.tokenizer_json.decode(), wanted.vocab_size, wanted.eos_token_id)
-        answer = Mask()
-        if reason := why_unsafe_to_fork():
-            raise InternalError(f"its process cannot be forked: {reason}")
-    except Exception as error:
-        answer = Mask(error=_error_info(error))
+    except Exception as error:  # which is the answer to every grammar
+        tokenizer = ErrorInfo.of(unusable_tokenizer(error))
     del wanted
-    try:
-        connection.send_bytes(msgspec.msgpack.encode(answer))
-    except OSError:
-        return  # the worker has ended
-    connection.close()
-    if answer.error is not None:
-        return
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        fork_child(partial(_run, fds[0], tokenizer), fds, {})
-        os.close(fds[0])
+    serve_forks(main_channel(CHANNEL_FD), {ENTRY: partial(_run, tokenizer)})
 
 
-def _run(fd: int, tokenizer: LLTokenizer) -> None:
-    """Serves one grammar in a forked process, until the worker closes its end of the connection `fd`."""
-    die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _run(tokenizer: LLTokenizer | ErrorInfo, _arguments: list[str]) -> None:
+    """Serves one grammar in a forked process, until the worker closes its end of the connection."""
+    confine()
     limit_more_data(COMPILE_STACK_BYTES + MAX_MEMORY_BYTES)
+    channel: RankChannel[CompileGrammar | FillMasks] = RankChannel(
+        Connection(CALLS_FD), Codec(CompileGrammar | FillMasks)
+    )
     with contextlib.suppress(OSError):  # the worker closed the connection
-        call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(Connection(fd), tokenizer))
+        if isinstance(tokenizer, ErrorInfo):
+            channel.send(Mask(error=tokenizer))
+        else:
+            call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(channel, tokenizer))
 
 
-def _serve(connection: Connection, tokenizer: LLTokenizer) -> None:
-    channel: RankChannel[CompileGrammar | FillMasks] = RankChannel(connection, Codec(CompileGrammar | FillMasks))
+def _serve(channel: RankChannel[CompileGrammar | FillMasks], tokenizer: LLTokenizer) -> None:
     sequences: dict[int, _Sequence] = {}
     first = channel.receive()
     if not isinstance(first, CompileGrammar):
         return
-    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # whose signal ends the process
     try:
-        compiled = compile_grammar(tokenizer, first.text)
+        with cpu_limit(COMPILE_CPU_S):
+            compiled = compile_grammar(tokenizer, first.text)
     except BaseException as error:
         channel.send(Mask(error=_error_info(error)))
         return
-    signal.setitimer(signal.ITIMER_PROF, 0)
     channel.send(Mask())
     while (message := channel.receive()) is not None:
         assert isinstance(message, FillMasks)
@@ -133,12 +118,11 @@ def _fill(request: FillMask, sequence: _Sequence) -> Mask:
     """Computes one mask. The kernel ends this process when the sequence's allowance is used up."""
     sequence.allowance_s = min(sequence.allowance_s + MASK_CPU_S, COMPILE_CPU_S)
     begun = time.process_time()
-    signal.setitimer(signal.ITIMER_PROF, max(MASK_CPU_S, sequence.allowance_s))
     try:
-        bits, error = bytes(sequence.matcher.mask(sequence.output_token_ids, request.banned_token_ids)), None
+        with cpu_limit(max(MASK_CPU_S, sequence.allowance_s)):
+            bits, error = bytes(sequence.matcher.mask(sequence.output_token_ids, request.banned_token_ids)), None
     except BaseException as failure:
         bits, error = b"", _error_info(failure)
-    signal.setitimer(signal.ITIMER_PROF, 0)
     cpu_s = time.process_time() - begun
     sequence.allowance_s = min(MASK_BURST_CPU_S, sequence.allowance_s - cpu_s)
     return Mask(bits, error, cpu_s)

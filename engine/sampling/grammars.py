@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -12,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tandem.engine.sampling.compile_queue import CompileQueue
 from tandem.engine.sampling.grammar import LOST, Grammar, MaskProcess, MaskRequest, copy_of
 from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMasks, Mask
-from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
-from tandem.protocol.rank_channel import RankChannel
+from tandem.engine.sampling.grammar_server import GrammarServer, OpenGrammar, read_tokenizer
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError
 from tandem.runtime.threads import show_thread_name
 
@@ -33,21 +33,23 @@ _TOO_SLOW_TO_COMPILE = InvalidRequest("the grammar is too complex: compiling it 
 
 
 class GrammarProcess:
-    """A grammar's process. It is replaced when it has ended. Of one thread at a time."""
+    """A grammar's process, which ends with this object. It is replaced when it has ended. Of one thread at a time."""
 
     def __init__(self, server: GrammarServer, text: str) -> None:
         self._server = server
         self._text = text
-        self._channel: RankChannel[Mask] | None = None
+        self._open: OpenGrammar | None = None
         self.number = 0
 
     def start(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
         """Starts the process and compiles. Raises InvalidRequest, InternalError."""
         self.close()
         deadline = time.monotonic() + timeout_s
-        channel = self._server.open(timeout_s)
-        channel.send(CompileGrammar(self._text))
-        self._channel = channel
+        self._open = self._server.open(timeout_s)
+        self._finalizer = weakref.finalize(self, self._open.close)
+        self._finalizer.atexit = False  # then it ends with the worker
+        with contextlib.suppress(OSError):  # it has ended already, and will not answer
+            self._open.channel.send(CompileGrammar(self._text))
         answer = self.receive(deadline - time.monotonic())
         if answer is None or answer.error is not None:
             self.close()
@@ -58,30 +60,30 @@ class GrammarProcess:
         self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float, budget_s: float
     ) -> None:
         """Asks for masks, of a new process if there is none. Raises InvalidRequest, InternalError."""
-        if self._channel is None:
+        if self._open is None:
             self.start(timeout_s)
-        assert self._channel is not None
         fills = [request.state.request(request, self.number) for request in requests]
+        assert self._open is not None
         try:
-            self._channel.send(FillMasks(fills, ended_state_ids, budget_s))
+            self._open.channel.send(FillMasks(fills, ended_state_ids, budget_s))
         except OSError as error:  # it ended since the last step
             self.close()
             raise copy_of(LOST) from error
 
     def receive(self, timeout_s: float) -> Mask | None:
         """Returns the next mask; None if the process has ended, or if the time is up."""
-        if self._channel is None or not self._channel.has_message(max(0.0, timeout_s)):
+        if self._open is None or not self._open.channel.has_message(max(0.0, timeout_s)):
             return None
         try:
-            return self._channel.receive()
+            return self._open.channel.receive()
         except ProtocolError:
             return None
 
     def close(self) -> None:
-        """Lets the process end: at once, or when what it computes has used up its processor time."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Ends the process."""
+        if self._open is not None:
+            self._open = None
+            self._finalizer()
 
 
 class Grammars:

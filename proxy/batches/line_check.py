@@ -1,26 +1,23 @@
-"""Checks the input file of a batch and writes the index of its lines, for large files in a process of its own."""
+"""Checks the input file of a batch and writes the index of its lines, for large files in a sandbox."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import mmap
 import os
-import resource
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import msgspec
 
 from tandem.proxy.batches.batch import LineError
 from tandem.proxy.batches.batch_lines import CheckedLines, check_lines, read_lines
+from tandem.runtime.errors import InternalError
 from tandem.runtime.files.whole_file import whole_file
-from tandem.runtime.processes.lifetime import die_with_parent
-from tandem.runtime.processes.python_command import python_command
+from tandem.runtime.processes.sandbox import Limits, Sandbox, SandboxLost
 
 log = logging.getLogger("proxy")
 
@@ -31,27 +28,18 @@ TIMEOUT_S = 120.0
 _MAX_MEMORY_BYTES = 1 << 30
 _NICENESS = 10
 _LINE_BYTES = 8
-"""Size of a line's number, in the memory that a process shares with its parent."""
-
-
+"""Size of a line's number, in the memory that a sandbox shares with its caller."""
 NUM_ATTEMPTS = 3
-"""Processes that read one file, one after another, until one has checked it."""
-EXIT_NO_MEMORY = 3
-"""Exit status of a process that has reached _MAX_MEMORY_BYTES."""
-_OWN_FAULTS = {
-    EXIT_NO_MEMORY,
-    *(-each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)),
-}
-"""Statuses that come from what a process does. Other signals come from elsewhere: SIGKILL also from the kernel, when
-memory is short for which another process is to blame."""
+"""Sandboxes that read one file, one after another, until one has checked it."""
 
 
-class CheckEnded(NamedTuple):
-    """How a process that checks a file has ended. status: negative for a signal. line: the last one that it began."""
+class CheckLost(Exception):
+    """A sandbox has ended before it had checked a file. line: the last one that it began."""
 
-    status: int
-    line: int
-    output: bytes
+    def __init__(self, lost: SandboxLost, line: int) -> None:
+        super().__init__(f"{lost} at line {line}")
+        self.lost = lost
+        self.line = line
 
 
 async def check_file(
@@ -65,64 +53,76 @@ async def check_file(
     if size <= MAX_CHECKED_HERE_BYTES:
         checked: CheckedLines = await on_thread(partial(write_index, input_file, endpoint, index))
         return checked
-    ends: list[CheckEnded] = []
+    ends: list[CheckLost] = []
     while len(ends) < NUM_ATTEMPTS:
         try:
-            ended = await _check_apart(input_file, endpoint, index)
+            return await _check_apart(input_file, endpoint, index)
         except TimeoutError:
-            message = f"Checking the file took more than {TIMEOUT_S:g} s; send several smaller files."
-            return CheckedLines(0, [LineError("too_slow", message)])
-        if not ended.status:
-            return msgspec.json.decode(ended.output, type=CheckedLines)
-        log.warning("the process that checks %s ended with status %d at line %d", input_file, *ended[:2])
-        if ended.status > 0 and ended.status not in _OWN_FAULTS:  # an exception, such as that of a full disk
-            break
-        ends.append(ended)
+            return _too_slow()
+        except CheckLost as end:
+            log.warning("checking %s: %s", input_file, end)
+            if end.lost.is_over_time:
+                return _too_slow()
+            ends.append(end)
+            if end.lost.status > 0 and not end.lost.is_out_of_memory:  # it could not even begin
+                break
     if (error := error_of_file(ends)) is None:
-        raise OSError(f"the process that checks {input_file} ended with status {ended.status}")
+        raise OSError(f"checking {input_file}: {ends[-1]}")
     return CheckedLines(0, [error])
 
 
-def error_of_file(ends: Sequence[CheckEnded]) -> LineError | None:
-    """Returns what is wrong with a file, or None if it may not be its fault that no process could check it.
+def _too_slow() -> CheckedLines:
+    message = f"Checking the file took more than {TIMEOUT_S:g} s; send several smaller files."
+    return CheckedLines(0, [LineError("too_slow", message)])
+
+
+def error_of_file(ends: Sequence[CheckLost]) -> LineError | None:
+    """Returns what is wrong with a file, or None if it may not be its fault that no sandbox could check it.
 
     It is if each attempt ended by a fault of its own at the same line.
     """
     lines = {each.line for each in ends}
-    if len(ends) < NUM_ATTEMPTS or len(lines) > 1 or not all(each.status in _OWN_FAULTS for each in ends):
+    is_own = all(each.lost.is_out_of_memory or each.lost.is_fault for each in ends)
+    if len(ends) < NUM_ATTEMPTS or len(lines) > 1 or not is_own:
         return None
     [line] = lines
     if not line:
         return LineError("check_failed", "The file could not be checked; see the server's log.")
-    needs_memory = all(each.status == EXIT_NO_MEMORY for each in ends)
+    needs_memory = all(each.lost.is_out_of_memory for each in ends)
     why = "needs too much memory" if needs_memory else f"has ended the process that reads it {len(ends)} times"
     return LineError("check_failed", f"Line {line} cannot be read: it {why}. Remove it, or make it simpler.", line)
 
 
-async def _check_apart(input_file: Path, endpoint: str, index: Path) -> CheckEnded:
-    """Checks a file in a process of its own. Raises TimeoutError, and OSError if it cannot be started."""
-    line = os.memfd_create("line")
-    try:
+async def _check_apart(input_file: Path, endpoint: str, index: Path) -> CheckedLines:
+    """Checks a file in a sandbox. Raises TimeoutError, CheckLost, and OSError if that fails for another reason."""
+    with contextlib.ExitStack() as opened:
+        line = os.memfd_create("line")
+        opened.callback(os.close, line)
         os.ftruncate(line, _LINE_BYTES)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *python_command(
-                    "-m", "tandem.proxy.batches.line_check", str(input_file), endpoint, str(index), str(line)
-                ),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=[line],
-            )  # fmt: skip
+            sandbox = await Sandbox.spawn()
         except OSError as error:  # no FileNotFoundError, which would say that the input is gone
-            raise OSError(f"cannot start {sys.executable} to check {input_file}: {error}") from error
+            raise OSError(f"cannot start a process to check {input_file}: {error}") from error
+        opened.callback(sandbox.close)
+        paths = str(input_file), endpoint, str(index), f"/proc/{os.getpid()}/fd/{line}"
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        return CheckEnded(process.returncode or 0, int.from_bytes(os.pread(line, _LINE_BYTES, 0)), output)
-    finally:
-        os.close(line)
+            return await sandbox.call(_write_index, b"", paths, Limits(TIMEOUT_S, _MAX_MEMORY_BYTES, TIMEOUT_S))
+        except SandboxLost as lost:
+            raise CheckLost(lost, int.from_bytes(os.pread(line, _LINE_BYTES, 0))) from lost
+        except InternalError as error:  # such as that of a full disk, which is no better a moment later
+            raise OSError(f"checking {input_file}: {error}") from error
+
+
+def _write_index(_context: None, _data: bytes, input_file: str, endpoint: str, index: str, line: str) -> CheckedLines:
+    """In the sandbox. line: file in memory for the number of the line that is read, which the caller reads later."""
+    os.nice(_NICENESS)
+    with Path(line).open("r+b") as file:
+        shared = mmap.mmap(file.fileno(), _LINE_BYTES)
+
+    def note(number: int) -> None:
+        shared[:] = number.to_bytes(_LINE_BYTES)
+
+    return write_index(Path(input_file), endpoint, Path(index), note)
 
 
 def write_index(
@@ -138,24 +138,3 @@ def write_index(
 
     with input_file.open("rb") as lines, whole_file(index) as written:
         return check_lines(each_line(lines), endpoint, lambda line: written.write(encode(line) + b"\n"))
-
-
-def main(input_file: str, endpoint: str, index: str, line: str) -> None:
-    """line: descriptor of shared memory for the number of the line that is read, which the parent reads afterwards."""
-    die_with_parent()
-    os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    shared = mmap.mmap(int(line), _LINE_BYTES)
-
-    def note(number: int) -> None:
-        shared[:] = number.to_bytes(_LINE_BYTES)
-
-    try:
-        checked = write_index(Path(input_file), endpoint, Path(index), note)
-    except MemoryError:
-        sys.exit(EXIT_NO_MEMORY)
-    sys.stdout.buffer.write(msgspec.json.encode(checked))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -35,7 +35,7 @@ VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
 _MAX_CODEC_THREADS = 8
-"""Of one video. The media process has a thread for every 8 cores (`deploy.cluster_config`)."""
+"""Of one video. The media process has a sandbox for every 8 cores (`deploy.cluster_config`)."""
 _UNSPECIFIED_COLOURS = 2
 _MIN_HD_HEIGHT = 720
 _FIRST_TURNED = 5

@@ -1,14 +1,14 @@
 """Turns images and videos into tensors, and says what stands for them in a prompt, with the model's HF processor.
 
-Runs only in the media process (`proxy.reading.media_process`), because the processor imports torch. Each thread has a
-processor of its own, because calls change its state.
+Runs only in the sandboxes of the media process (`proxy.reading.media_process`), because the processor imports torch.
+One thread may use it, because calls change its state.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -70,17 +70,14 @@ class MediaProcessor:
     """
 
     def __init__(self, folder: Path, limits: MediaLimits, trust_remote_code: bool = False) -> None:
-        self._folder = folder
         self._limits = limits
-        self._trust_remote_code = trust_remote_code
-        self._local = threading.local()
         options = f"{version('transformers')} {_DECODING} {limits.max_video_frames} {limits.max_sampled_pixels}"
         identity = sha256(options.encode())
         for name in _IDENTITY_FILES:
             file = folder / name
             identity.update(name.encode() + (file.read_bytes() if file.is_file() else b""))
         self._identity = identity.digest()
-        processor = self._processor
+        self._processor = processor = _load(folder, trust_remote_code)
         self.placeholders: dict[MediaKind, str] = {}
         kinds: tuple[MediaKind, ...] = ("image", "video")
         for kind in kinds:
@@ -96,33 +93,13 @@ class MediaProcessor:
         self.token_ids: dict[MediaKind, int] = {
             kind: int(getattr(processor, f"{kind}_token_ids")[0]) for kind in self.placeholders
         }
-        self._bytes_per_patch = 0.0
-        if "image" in self.placeholders:
-            _, parts = self._prepare_image(_PROBE)
-            num_patches = self._num_patches(_PROBE.height, _PROBE.width)[0]
-            self._bytes_per_patch = sum(part.nbytes for part in parts) / max(1, num_patches)
 
-    @property
-    def _processor(self) -> Any:
-        """The calling thread's processor, loaded with its first use."""
-        processor = getattr(self._local, "processor", None)
-        if processor is None:
-            try:
-                processor = AutoProcessor.from_pretrained(
-                    str(self._folder), trust_remote_code=self._trust_remote_code, local_files_only=True
-                )
-            except Exception as error:
-                raise ConfigError(
-                    f"cannot read the processor of model {str(self._folder)!r}: {first_line(error)}"
-                ) from error
-            if tokenizer := getattr(processor, "tokenizer", None):
-                without_length_limits(tokenizer)
-            self._local.processor = processor
-        return processor
-
-    def load_for_thread(self) -> None:
-        """Loads the calling thread's processor."""
-        assert self._processor is not None
+    @cached_property
+    def _bytes_per_patch(self) -> float:
+        """Measured on a sample when it is first needed, in a sandbox: libraries start threads for it."""
+        _, parts = self._prepare_image(_PROBE)
+        num_patches = self._num_patches(_PROBE.height, _PROBE.width)[0]
+        return sum(part.nbytes for part in parts) / max(1, num_patches)
 
     def digest(self, source: MediaSource, data: bytes, cache_salt: str) -> bytes:
         """Hashes all that determines the tensors: the bytes and the processor's files, version and options.
@@ -204,6 +181,19 @@ class MediaProcessor:
                 )
             tensors.append(MediaTensor(name, part.dtype.name, part.shape, offset, part.nbytes))
         return PreparedMedia(replaced["replacement"], num_tokens, tuple(tensors)), parts
+
+
+def _load(folder: Path, trust_remote_code: bool) -> Any:
+    """Raises ConfigError."""
+    try:
+        processor = AutoProcessor.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ConfigError(f"cannot read the processor of model {str(folder)!r}: {first_line(error)}") from error
+    if tokenizer := getattr(processor, "tokenizer", None):
+        without_length_limits(tokenizer)
+    return processor
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Messages between a proxy and its media process, over a private socket pair. A length precedes each message."""
+"""Messages between a proxy and its media process, over a private socket pair."""
 
 from __future__ import annotations
 
@@ -11,26 +11,17 @@ from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.media.media_lease import MadeMedia
 from tandem.proxy.media.media_source_bytes import HeldSources
-from tandem.proxy.media.source import InvalidMedia, SentMedia
-from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.text.prompt import CachedMedia, ContextLengthExceeded, MediaPlaceholder
-from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
+from tandem.proxy.media.source import SentMedia
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
+from tandem.runtime.errors import ErrorInfo, TandemError
+from tandem.runtime.processes.sandbox import read_frame, to_error, write_frame
 
 M = TypeVar("M")
 
-ENTRY, MEDIA_FD, THREADS_FD = "media", 3, 4
-"""Entry of the fork server, and descriptors of the channel and of `BusyThreads` in the media process."""
+MEDIA_FD, CONFIG_FD = 3, 4
+"""Descriptors of the channel and of the proxy's configuration in the media process."""
 EXIT_BAD_CONFIG = 2
 """Exit status of a media process that cannot load the model's processor."""
-_LENGTH_BYTES = 4
-_PROXY_ERRORS: dict[str, type[TandemError]] = {error.code: error for error in (InvalidMedia, ContextLengthExceeded)}
-"""Errors of the proxy's own, which `ErrorInfo.to_error` does not know."""
-
-
-class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first message: the configuration of the proxy."""
-
-    config: ProxyConfig
 
 
 class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -44,9 +35,7 @@ class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     cache_salt: str
     max_model_len: int
     client: str = ""
-    """Threads and downloads are shared among clients."""
-    is_suspect: bool = False
-    """Whether each item is alone on the threads, because the job was on one when a process was lost."""
+    """Sandboxes and downloads are shared among clients."""
 
 
 class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -56,8 +45,6 @@ class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
     """Lease under which they are cached."""
     sources: HeldSources
     client: str = ""
-    is_suspect: bool = False
-    """As that of a MediaJob."""
 
 
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -67,7 +54,7 @@ class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class PingMediaProcess(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Asks for MediaProcessAlive, which is sent at once even if all threads are busy."""
+    """Asks for MediaProcessAlive, which is sent at once even if all sandboxes are busy."""
 
 
 class MediaProcessAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -104,11 +91,10 @@ class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
     @property
     def error(self) -> TandemError:
-        known = _PROXY_ERRORS.get(self.info.code)
-        return self.info.to_error() if known is None else known(self.info.message, self.info.param)
+        return to_error(self.info)
 
 
-ToMediaProcess = MediaSetup | MediaJob | RemakeMedia | CancelMediaJob | PingMediaProcess
+ToMediaProcess = MediaJob | RemakeMedia | CancelMediaJob | PingMediaProcess
 FromMediaProcess = MediaProcessAlive | MediaJobDone | MediaRemade | MediaJobFailed
 
 TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
@@ -117,12 +103,8 @@ FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)
 
 async def read_message(reader: asyncio.StreamReader, codec: Codec[M]) -> M:
     """Raises IncompleteReadError when the other end is closed, ProtocolError for an invalid message."""
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-    if length > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return codec.decode(await reader.readexactly(length))
+    return codec.decode(await read_frame(reader, MAX_MESSAGE_BYTES))
 
 
 def write_message(writer: asyncio.StreamWriter, message: ToMediaProcess | FromMediaProcess) -> None:
-    data = TO_PROCESS.encode(message)
-    writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    write_frame(writer, TO_PROCESS.encode(message))

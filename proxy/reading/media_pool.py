@@ -2,8 +2,8 @@
 
 A reader process finds the images and videos in the body, the media process (`proxy.reading.media_process`) makes
 tensors of them, and a reader renders and tokenises the prompt, which depends on their sizes. The media process is
-separate, so text never waits for images and only this process loads torch. It is forked from a process that has
-imported what it needs, and again when a request arrives after it was lost.
+separate, so text never waits for images, and only it and its sandboxes load torch. It is started again when a request
+arrives after it was lost.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import asyncio
 import logging
 import math
 import os
-import socket
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -32,20 +30,17 @@ from tandem.proxy.media.media_lease import MadeMedia, MediaLease
 from tandem.proxy.media.media_source_bytes import HeldSources
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
-from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
-    ENTRY,
+    CONFIG_FD,
     EXIT_BAD_CONFIG,
     FROM_PROCESS,
     MEDIA_FD,
-    THREADS_FD,
     CancelMediaJob,
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
     MediaProcessAlive,
     MediaRemade,
-    MediaSetup,
     PingMediaProcess,
     RemakeMedia,
     read_message,
@@ -55,70 +50,31 @@ from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.client_share import CLIENT_SHARE
-from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError, WorkerLost
+from tandem.runtime.errors import InternalError, Overloaded, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
-from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
+from tandem.runtime.processes.forked_process import ForkedProcess, in_memory, spawn_module
+from tandem.runtime.processes.sandbox import start_connected
 from tandem.runtime.tasks import start_job
 
 log = logging.getLogger(__name__)
 
-_MODULE = "tandem.proxy.reading.media_preload"
-_LOAD_TIMEOUT_S = 120.0
-"""Deadline of the imports, which take 4 s of CPU."""
+_MODULE = "tandem.proxy.reading.media_program"
 _STOPPING = "the server is stopping"
 _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
 """Loading a model blocks the process's loop for less than these 20 s."""
-_MAX_LOST_ALONE, _MAX_LOST = 2, 3
-"""Processes that may end because of a request, perhaps or surely, until it is refused."""
+_MAX_LOST = 3
+"""Media processes that may end with a request in them, until it is refused."""
 _MAX_ITEM_BYTES = 1 << 30
 """Images and videos in data URLs of all requests that are being read."""
-_CANCEL_GRACE_S = 10.0
-"""Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
 
 _Answer = MediaJobDone | MediaRemade
 
 
 class _MediaProcessLost(Overloaded):
-    """The media process ended with the request in it.
-
-    was_suspect: whether this request may be the cause. was_alone: whether no other one may be it.
-    """
-
-    def __init__(self, was_suspect: bool, was_alone: bool) -> None:
-        super().__init__("the process that reads images and video was lost; try again")
-        self.was_suspect, self.was_alone = was_suspect, was_alone
-
-
-class _Blame:
-    """What the ends of media processes say about one request.
-
-    Those on threads at the end of a process are its suspects; if there are none, all that it had. A suspect is tried
-    again with no other one on a thread. If the process ends twice then, it is the cause. Others are just read again,
-    however often that is, until their deadline.
-    """
-
-    def __init__(self) -> None:
-        self._num_lost = self._num_lost_alone = 0
-
-    @property
-    def is_suspect(self) -> bool:
-        return self._num_lost > 0
-
-    def add(self, lost: _MediaProcessLost) -> None:
-        """Raises InvalidRequest if the request is the cause, Overloaded if it may be, too often."""
-        self._num_lost += lost.was_suspect
-        self._num_lost_alone += lost.was_alone
-        if self._num_lost_alone == _MAX_LOST_ALONE:
-            raise InvalidRequest(
-                f"The process that reads images and video has ended {_MAX_LOST_ALONE} times because of those of this "
-                "request. Send them in another format.",
-                "messages",
-            ) from lost
-        if self._num_lost == _MAX_LOST:
-            raise Overloaded("the process that reads images and video ends again and again; try again") from lost
+    """The media process ended with the request in it, for a reason of others: images are decoded in sandboxes."""
 
 
 class _Job(NamedTuple):
@@ -150,12 +106,10 @@ class MediaPool:
         self._cache = cache
         self._readers = readers
         self._ttft_slo_s = ttft_slo_s
-        self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
         self._bytes = ByteBudget(_MAX_ITEM_BYTES)
-        self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
         self._watching: asyncio.Task[None] | None = None
@@ -173,31 +127,21 @@ class MediaPool:
             if self._watching is not None:
                 await asyncio.wait([self._watching])  # until the previous process is gone
             try:
-                with ExitStack() as on_error, ExitStack() as opened:
-                    ours, theirs = socket.socketpair()
-                    on_error.callback(ours.close)
-                    opened.callback(theirs.close)
-                    threads_fd = BusyThreads.new_memory(self._config.media_threads + 1)
-                    opened.callback(os.close, threads_fd)
-                    busy = BusyThreads.open(threads_fd)
-                    on_error.callback(busy.close)
-                    process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno(), THREADS_FD: threads_fd})
-                    on_error.callback(process.end)
-                    reader, writer = await asyncio.open_connection(sock=ours)
-                    if self._is_closed:  # meanwhile; nothing else would end the process
-                        writer.close()
-                        raise InternalError(_STOPPING)
-                    self._process, self._writer = process, writer
-                    on_error.pop_all()
-            except ForkServerLost as error:
-                raise InternalError(f"the media process cannot be started: {error}") from error
+                process, reader, writer = await start_connected(self._spawn)
+                if self._is_closed:  # meanwhile; nothing else would end the process
+                    writer.close()
+                    process.end()
+                    raise InternalError(_STOPPING)
             except OSError as error:
                 if (overloaded := out_of_descriptors(error, "the media process")) is not None:
                     raise overloaded from error
                 raise InternalError(f"the media process cannot be started: {error}") from error
-            write_message(self._writer, MediaSetup(self._config))
-            watch = self._watch(reader, self._writer, process, busy)
-            self._watching = start_job(watch, "watching the media process")
+            self._process, self._writer = process, writer
+            self._watching = start_job(self._watch(reader, writer, process), "watching the media process")
+
+    async def _spawn(self, fd: int) -> ForkedProcess:
+        with in_memory(msgspec.json.encode(self._config)) as config:
+            return spawn_module(_MODULE, os.environ, {MEDIA_FD: fd, CONFIG_FD: config})
 
     async def read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
@@ -221,13 +165,15 @@ class MediaPool:
     async def _read_again_if_lost(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
-        """Reads a request again whose process was lost, unless it is to blame."""
-        blame, is_cache_lost = _Blame(), False
+        """Reads a request again whose process was lost, a few times."""
+        num_lost, is_cache_lost = 0, False
         while True:
             try:
-                return await self._read(kind, body, limits, client, cache_scope, is_suspect=blame.is_suspect)
-            except _MediaProcessLost as error:
-                blame.add(error)
+                return await self._read(kind, body, limits, client, cache_scope)
+            except _MediaProcessLost:
+                num_lost += 1
+                if num_lost == _MAX_LOST:
+                    raise
             except WorkerLost as error:
                 if is_cache_lost:
                     raise
@@ -235,14 +181,7 @@ class MediaPool:
                 log.warning("reading a request with media again: %s", error)
 
     async def _read(
-        self,
-        kind: BodyKind,
-        body: bytes | SpooledBody,
-        limits: ModelLimits,
-        client: str,
-        cache_scope: str,
-        *,
-        is_suspect: bool,
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
         with ExitStack() as held:
             self._take_place(client)
@@ -256,7 +195,7 @@ class MediaPool:
                 held.enter_context(self._bytes.hold(client, sum(item.num_bytes or 0 for item in found.items)))
                 await self.start()
                 new_id, max_len = self._cache.new_id(), limits.max_model_len
-                job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client, is_suspect)
+                job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client)
                 done = await self._run(job, held.pop_all())
         if not found.items:  # the body only looks as if it had media
             return await self._readers.read(kind, body, limits, client, cache_scope)
@@ -298,22 +237,14 @@ class MediaPool:
     async def _make_again(self, sources: HeldSources, client: str) -> tuple[str, list[MadeMedia]]:
         """Makes the pixels of a running request again. Returns the id of their lease, and the pixels.
 
-        Raises Overloaded or ClientShareExceeded if the cache has no room now, or the process was lost because of
-        another request; InvalidRequest if this one ends it; WorkerLost, InternalError.
+        Raises Overloaded or ClientShareExceeded if the cache has no room now, or the process was lost, after which the
+        caller tries again as long as the request is wanted; InvalidRequest, WorkerLost, InternalError.
         """
-        blame = _Blame()
-        while True:
-            await self.start()
-            job = RemakeMedia(self._cache.new_id(), sources, client, blame.is_suspect)
-            try:
-                done = await self._run(job, ExitStack())
-            except _MediaProcessLost as error:
-                if not error.was_suspect:
-                    raise  # the caller tries again as long as the request is wanted
-                blame.add(error)
-            else:
-                assert isinstance(done, MediaRemade)
-                return job.lease_id, done.items
+        await self.start()
+        job = RemakeMedia(self._cache.new_id(), sources, client)
+        done = await self._run(job, ExitStack())
+        assert isinstance(done, MediaRemade)
+        return job.lease_id, done.items
 
     async def _run(self, job: MediaJob | RemakeMedia, held: ExitStack) -> _Answer:
         """Returns the process's answer, whose lease the caller must release. It is released if this raises.
@@ -331,25 +262,13 @@ class MediaPool:
             return await done
         except BaseException:
             if done.cancelled():
-                self._cancel(job.lease_id)
+                if self._writer is not None:
+                    write_message(self._writer, CancelMediaJob(job.lease_id))
             elif done.exception() is None:  # answered at the moment of the time-out or cancellation
                 self._cache.release([job.lease_id])
             raise
 
-    def _cancel(self, lease_id: str) -> None:
-        """Cancels a job. The process is killed if it does not answer in time, as when a decoder hangs."""
-        if self._writer is not None:
-            write_message(self._writer, CancelMediaJob(lease_id))
-            asyncio.get_running_loop().call_later(self._cancel_timeout_s, self._expect_answer, lease_id)
-
-    def _expect_answer(self, lease_id: str) -> None:
-        if lease_id in self._jobs and self._process is not None and not self._is_closed:
-            log.error("the media process did not end a job in %.0f s; killing it", self._cancel_timeout_s)
-            self._process.kill()
-
-    async def _watch(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: ForkedProcess, busy: BusyThreads
-    ) -> None:
+    async def _watch(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Handles the messages of one process until it has ended, then fails its jobs."""
         self._unanswered_pings = None
         pinging = start_job(self._ping(writer, process), "asking the media process", process.kill)
@@ -373,14 +292,12 @@ class MediaPool:
                 log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            self._on_lost(busy.job_ids())
-            busy.close()
+            self._on_lost()
 
-    def _on_lost(self, on_threads: set[str]) -> None:
-        """Fails the jobs of the process. on_threads: those that were on its threads."""
-        suspects = set(self._jobs) & on_threads or set(self._jobs)
+    def _on_lost(self) -> None:
+        """Fails the jobs of the process."""
         for lease_id in list(self._jobs):
-            lost: TandemError = _MediaProcessLost(lease_id in suspects, suspects == {lease_id})
+            lost: TandemError = _MediaProcessLost("the process that reads images and video was lost; try again")
             if self._config_error is not None or self._is_closed:
                 lost = InternalError(self._config_error or _STOPPING)
             self._end(lease_id, lost)
@@ -417,7 +334,6 @@ class MediaPool:
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
-        self._server.close()
         self._cache.close()
 
 

@@ -1,8 +1,9 @@
 """The media process: makes tensors of images and video, one process per proxy (`proxy.reading.media_pool`).
 
-It sees nothing else of a request: readers decode the body, render, tokenise and check grammars. Its loop fetches URLs;
-everything else runs on threads. Steps of a job: fetch; read headers and hash; ask the cache; decode, process, write and
-commit what is not cached. Each job is answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the
+It sees nothing else of a request: readers decode the body, render, tokenise and check grammars. Its loop fetches URLs
+and asks the cache; what looks into an item's bytes runs in a sandbox, so an image that ends it, hangs or takes all its
+memory costs its own request only. Steps of a job: fetch; read headers and hash; ask the cache; decode, process, write
+and commit what is not cached. Each job is answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the
 leases.
 """
 
@@ -11,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import uvloop
 
 from tandem.media_cache.media_client import MediaCacheClient
@@ -29,13 +30,12 @@ from tandem.protocol.messages.media_cache import MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
-from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, sources_key
+from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, read_sources, sources_key
+from tandem.proxy.media.source import MediaSource, SentMedia
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
     MEDIA_FD,
-    THREADS_FD,
     TO_PROCESS,
     CancelMediaJob,
     FromMediaProcess,
@@ -44,14 +44,14 @@ from tandem.proxy.reading.media_messages import (
     MediaJobFailed,
     MediaProcessAlive,
     MediaRemade,
-    MediaSetup,
     PingMediaProcess,
     RemakeMedia,
     ToMediaProcess,
     read_message,
     write_message,
 )
-from tandem.proxy.reading.media_reader import MediaContent, MediaReader
+from tandem.proxy.reading.media_reader import MediaContent, MediaReader, read_part, write_sources
+from tandem.proxy.reading.sandbox_pool import SandboxPool
 from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import (
     ConfigError,
@@ -63,8 +63,9 @@ from tandem.runtime.errors import (
 )
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
-from tandem.runtime.processes.command_line import show_command_line
-from tandem.runtime.processes.fork_server import limit_more_data
+from tandem.runtime.processes.forked_process import ForkServer, ForkServerLost, KeptForkServer, read_config
+from tandem.runtime.processes.lifetime import die_with_parent, end_process, leave
+from tandem.runtime.processes.sandbox import CALLS_FD, Limits, SandboxLost, confine, limit_more_data, serve_calls
 from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
@@ -72,63 +73,52 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 10
-"""Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
-_LOAD_TIMEOUT_S = 600.0
+"""Niceness of the sandboxes: CPU work on media yields to this process's loop, the proxy and the workers."""
 _CLIENTS_AT_ONCE = 16
-"""Clients that may have requests in work at the same time, each as many as there are threads."""
-_ALONE_S = 10.0
-"""How long an item of a suspect is alone on the threads. A longer one goes on beside others."""
+"""Clients that may have requests in work at the same time, each as many as there are sandboxes."""
 _MEMORY_BYTES = 5 << 29
-"""Memory beyond what is loaded: for items of bodies (1 GiB, `proxy.http.bodies`), fetched ones (1 GiB, `MediaLimits`),
-and stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
-_MEMORY_PER_THREAD_BYTES = 2 << 30
+"""Memory beyond what is loaded: for fetched items (1 GiB, `MediaLimits`), for those that are sent to and from
+sandboxes, and for stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
+_ITEM_MEMORY_BYTES = 2 << 30
 """Memory for one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
+_CPU_FACTOR, _DEADLINE_FACTOR = 10, 3
+"""An item may take so many times the limit on decoding a video in CPU time, of up to eight threads, and so many times
+that in elapsed time, because the machine may be busy."""
+_MAX_GROWN_BYTES = 512 << 20
+"""Memory by which a sandbox may have grown after an item. A new one takes milliseconds."""
+_FORK_TIMEOUT_S = 10.0
+"""Deadline of the fork server, which has nothing to load."""
+_ENTRY = "item"
+_NO_MEMORY = "the memory for images and video is used up; try again later, or send smaller ones"
 
 
 class MediaProcess:
-    """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases. busy: shows it the jobs
-    that are on threads."""
+    """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases."""
 
     def __init__(
-        self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int, busy: BusyThreads
+        self,
+        config: ProxyConfig,
+        reader: MediaReader,
+        sandboxes: SandboxPool,
+        send: Callable[[FromMediaProcess], None],
+        client_pid: int,
     ) -> None:
+        self._reader = reader
+        self._sandboxes = sandboxes
         self._send = send
-        self._busy = busy
-        self._num_threads = config.media_threads + 1
+        self._thread = ThreadPoolExecutor(1, "media")
+        num_sandboxes = config.media_sandboxes + 1
+        cpu_s = _CPU_FACTOR * config.media.decode_timeout_s
+        self._limits = Limits(cpu_s, _ITEM_MEMORY_BYTES, _DEADLINE_FACTOR * cpu_s)
         self._max_pixels = config.media.max_request_pixels
-        self._threads = ThreadPoolExecutor(self._num_threads, "media")
-        self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, config)
         self._fetcher = MediaFetcher(config.media)
         self._context = new_context()
         self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
         # A client's requests take turns, so that the first one is done before the last one has begun.
-        self._turns = FairSlots(_CLIENTS_AT_ONCE * self._num_threads, self._num_threads)
-        # Each item is a job of its own. No client holds the last thread, so a slow video delays its own client only.
-        self._jobs = FairSlots(self._num_threads, self._num_threads - 1)
-        self._is_loaded = asyncio.Event()
+        self._turns = FairSlots(_CLIENTS_AT_ONCE * num_sandboxes, num_sandboxes)
         self._running: dict[str, asyncio.Task[MediaJobDone] | asyncio.Task[MediaRemade]] = {}
-
-    async def load(self, max_memory_bytes: int | None = None) -> None:
-        """Loads one processor per thread; jobs wait for the end of it. Raises ConfigError.
-
-        max_memory_bytes: that the whole process may then allocate beyond what it has; None for no limit.
-        """
-        reader = await self._reader
-        all_threads = threading.Barrier(self._num_threads)
-
-        def load() -> None:
-            all_threads.wait(_LOAD_TIMEOUT_S)  # keeps one thread from taking two of these calls
-            reader.processor.load_for_thread()
-            os.nice(_NICENESS)  # on Linux this affects the calling thread only
-
-        await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
-        freeze_loaded_objects()
-        if max_memory_bytes is not None:
-            # RLIMIT_AS would also count torch's libraries, the media cache and what malloc reserves for each thread.
-            limit_more_data(max_memory_bytes)
-        self._is_loaded.set()
         kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
-        log.info("processes %s on %d threads", kinds, self._num_threads)
+        log.info("processes %s in %d sandboxes", kinds, num_sandboxes)
 
     def on_message(self, message: ToMediaProcess) -> None:
         match message:
@@ -157,7 +147,7 @@ class MediaProcess:
             failure = error
         except MemoryError as error:
             log.error("a request with media failed for lack of memory: %s", error)
-            failure = Overloaded("the memory for images and video is used up; try again later, or send smaller ones")
+            failure = Overloaded(_NO_MEMORY)
         except Exception as error:
             log.error("a request with media failed", exc_info=error)
             failure = InternalError("the request's images or video could not be processed; see the server's log")
@@ -166,19 +156,15 @@ class MediaProcess:
         self._send(MediaJobFailed.of(lease_id, failure))
 
     async def _read(self, job: MediaJob) -> MediaJobDone:
-        await self._is_loaded.wait()
         with FetchedMedia(self._fetcher, job.client) as fetched:
             await _gather(*(fetched.fetch(item.source) for item in job.items if is_remote(item.source)))
             async with self._turns.slot(job.client):
-                return await self._process(self._reader.result(), job, fetched.data)
+                return await self._process(job, fetched.data)
 
-    async def _process(self, reader: MediaReader, job: MediaJob, fetched: dict[int, bytes]) -> MediaJobDone:
+    async def _process(self, job: MediaJob, fetched: dict[int, bytes]) -> MediaJobDone:
         """fetched: bytes of remote items, by item number."""
-        contents = await _gather(
-            *(
-                self._in_turn(job, reader.inspect, item, job.path, fetched.get(item.source.number), job.cache_salt)
-                for item in job.items
-            )
+        contents: list[MediaContent] = await _gather(
+            *(self._inspect(job, item, fetched.get(item.source.number)) for item in job.items)
         )
         num_pixels = sum({content.key: content.size.num_pixels for content in contents}.values())
         if num_pixels > self._max_pixels:
@@ -198,29 +184,45 @@ class MediaProcess:
         distinct = list({content.key: content for content in contents}.values())
         offsets, num_bytes = offsets_of([len(content.data) for content in distinct])
         wanted = WantedMedia(sources_key([content.key.digest for content in distinct]), num_bytes)
-        cached = await self._make(reader, job, distinct, wanted)
+        cached = await self._make(job, distinct, wanted)
         items = [
             SourceBytes(content.source.kind, content.key.digest, offset, len(content.data))
             for content, offset in zip(distinct, offsets, strict=True)
         ]
         sources = HeldSources(cached[wanted.key][0], items)
-        media = [reader.cached(content, *cached[content.key]) for content in contents]
-        return MediaJobDone(job.lease_id, media, reader.placeholders, sources)
+        media = [self._reader.cached(content, *cached[content.key]) for content in contents]
+        return MediaJobDone(job.lease_id, media, self._reader.placeholders, sources)
+
+    async def _inspect(self, job: MediaJob, item: SentMedia, fetched: bytes | None) -> MediaContent:
+        source = item.source
+        if fetched is not None:
+            data = fetched
+        elif item.num_bytes is not None:
+            data = read_part(job.path, item.offset, item.num_bytes)
+        else:
+            data = await self._in_turn(job, MediaReader.read_file, b"", source)
+        key, size = await self._in_turn(job, MediaReader.inspect, data, source, job.cache_salt)
+        return MediaContent(source, data, key, size)
 
     async def _remake(self, job: RemakeMedia) -> MediaRemade:
-        await self._is_loaded.wait()
-        reader = self._reader.result()
         async with self._turns.slot(job.client):
-            contents = await self._in_turn(job, reader.again, job.sources)
-            cached = await self._make(reader, job, contents)
-        return MediaRemade(job.lease_id, [reader.made(content, *cached[content.key]) for content in contents])
+            read = await self._on_thread(read_sources, job.sources)
+            contents = await _gather(
+                *(
+                    self._inspect_again(job, number, *each)
+                    for number, each in enumerate(zip(job.sources.items, read, strict=True))
+                )
+            )
+            cached = await self._make(job, contents)
+        return MediaRemade(job.lease_id, [self._reader.made(content, *cached[content.key]) for content in contents])
+
+    async def _inspect_again(self, job: RemakeMedia, number: int, item: SourceBytes, data: bytes) -> MediaContent:
+        source = MediaSource(number, item.kind, "", "messages")
+        size = await self._in_turn(job, MediaReader.size, data, source)
+        return MediaContent(source, data, MediaKey(item.digest, "input"), size)
 
     async def _make(
-        self,
-        reader: MediaReader,
-        job: MediaJob | RemakeMedia,
-        contents: list[MediaContent],
-        sources: WantedMedia | None = None,
+        self, job: MediaJob | RemakeMedia, contents: list[MediaContent], sources: WantedMedia | None = None
     ) -> dict[MediaKey, tuple[str, bytes]]:
         """Returns segment and description of each item, which are cached under the job's lease from then on.
 
@@ -246,30 +248,38 @@ class MediaProcess:
                 continue
             missing[key] = grant.segment
             if number < len(contents):
-                writing.append(self._in_turn(job, reader.write, contents[number], grant.segment))
+                content = contents[number]
+                writing.append(
+                    self._in_turn(job, MediaReader.write, content.data, content.source, content.key, grant.segment)
+                )
             else:
-                writing.append(self._in_turn(job, reader.write_sources, contents, grant.segment, key))
+                writing.append(self._on_thread(write_sources, [each.data for each in contents], grant.segment, key))
         if missing:
             written = await _gather(*writing)
             await self._cache.commit(job.lease_id, written)
             cached |= {committed.key: (missing[committed.key], committed.description) for committed in written}
         return cached
 
-    async def _in_turn(self, job: MediaJob | RemakeMedia, work: Callable[..., T], *arguments: object) -> T:
-        """Runs work on a thread when it is the turn of the job's client. That of a suspect is alone on the threads, so
-        that it is blamed for nothing but what it does."""
-        jobs = self._jobs
-        async with jobs.slot_alone(job.client, _ALONE_S) if job.is_suspect else jobs.slot(job.client):
-            return await self._on_thread(self._busy.run, job.lease_id, work, *arguments)
+    async def _in_turn(
+        self, job: MediaJob | RemakeMedia, method: Callable[..., T], data: bytes, *arguments: object
+    ) -> T:
+        """Calls a method of the reader in a sandbox. Each item is a job of its own, so a slow video delays its own
+        client only."""
+        try:
+            return await self._sandboxes.call(job.client, method, data, arguments, self._limits)
+        except TimeoutError as error:
+            raise Overloaded("an image or video was not read in time, because the machine is busy") from error
+        except SandboxLost as lost:
+            raise _error_of(lost) from lost
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """Runs work on a thread. Cancelling waits for work that has begun, because it uses the lease's memory."""
-        job = self._threads.submit(work, *arguments)
-        future = asyncio.wrap_future(job)
+        """Copies memory on a thread. Cancelling waits for work that has begun, because it uses the lease's memory."""
+        copying = self._thread.submit(work, *arguments)
+        future = asyncio.wrap_future(copying)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not job.cancel():
+            if not copying.cancel():
                 await asyncio.wait([future])
             raise
 
@@ -281,6 +291,18 @@ class MediaProcess:
         self._context.destroy(linger=0)
 
 
+def _error_of(lost: SandboxLost) -> TandemError:
+    if lost.is_out_of_memory:
+        return Overloaded(_NO_MEMORY)
+    if lost.is_over_time or lost.is_fault:
+        return InvalidRequest(
+            "The process that reads images and video was ended by one of this request "
+            f"({signal.Signals(-lost.status).name}). Send it in another format.",
+            "messages",
+        )
+    return Overloaded("two processes that read an image or video were killed; try again")
+
+
 async def _gather(*work: Any) -> list[Any]:
     """Waits for all of them, then raises the error of the first one that failed."""
     results = await asyncio.gather(*work, return_exceptions=True)
@@ -290,24 +312,15 @@ async def _gather(*work: Any) -> list[Any]:
     return results
 
 
-async def serve(channel: socket.socket) -> int:
-    """Serves until the proxy closes the channel. Returns the exit status."""
-    reader, writer = await asyncio.open_connection(sock=channel)
-    setup = await read_message(reader, TO_PROCESS)
-    assert isinstance(setup, MediaSetup)
-    setup_logging(f"{setup.config.proxy_id}-media", setup.config.logs)
-    process = MediaProcess(setup.config, partial(write_message, writer), os.getppid(), BusyThreads.open(THREADS_FD))
-    loading = start(process.load(_MEMORY_BYTES + (setup.config.media_threads + 1) * _MEMORY_PER_THREAD_BYTES))
-    receiving = start(_receive(reader, process))
-    await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
-    if loading.done() and (error := loading.exception()) is not None:
-        if not isinstance(error, ConfigError):
-            raise error
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    await receiving
+async def serve(config: ProxyConfig, reader: MediaReader, server: KeptForkServer) -> None:
+    """Serves until the proxy closes the channel."""
+    messages, writer = await asyncio.open_connection(sock=socket.socket(fileno=MEDIA_FD))
+    sandboxes = SandboxPool(server, _ENTRY, config.media_sandboxes + 1)
+    sandboxes.start()
+    process = MediaProcess(config, reader, sandboxes, partial(write_message, writer), os.getppid())
+    limit_more_data(_MEMORY_BYTES)
+    await _receive(messages, process)
     await process.close()
-    return 0
 
 
 async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
@@ -318,14 +331,34 @@ async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
             return
 
 
-def run(_arguments: list[str]) -> None:
-    """In a forked process: serves the proxy. Exits with EXIT_BAD_CONFIG if it cannot load the model's processor."""
-    show_command_line("tandem.proxy.reading.media_process")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with images of others in it
+def main() -> NoReturn:
+    """Serves the proxy. Exits with EXIT_BAD_CONFIG if it cannot load the model's processor."""
+    die_with_parent(signal.SIGKILL)
+    confine()
+    config = msgspec.json.decode(read_config(), type=ProxyConfig)
+    setup_logging(f"{config.proxy_id}-media", config.logs)
     try:
-        exit_code = uvloop.run(serve(socket.socket(fileno=MEDIA_FD)))
+        reader = MediaReader(config)
+        freeze_loaded_objects()
+        server = KeptForkServer(_server_lost, _FORK_TIMEOUT_S)
+        server.take(ForkServer.fork_here({_ENTRY: partial(_serve_items, reader)}))
+        uvloop.run(serve(config, reader, server))
+        exit_code = 0
+    except (ConfigError, ForkServerLost) as error:  # a model's own code may start threads, which cannot be forked
+        print(f"error: {error}", file=sys.stderr)
+        exit_code = EXIT_BAD_CONFIG
     except Exception:
         log.exception("the media process fails")
         exit_code = 1
-    sys.exit(exit_code)  # at once, by `runtime.processes.fork_server`: nobody waits for threads that are decoding
+    leave(exit_code)
+
+
+def _serve_items(reader: MediaReader, _arguments: list[str]) -> None:
+    """In a sandbox."""
+    os.nice(_NICENESS)
+    serve_calls(Connection(CALLS_FD), reader, _MAX_GROWN_BYTES)
+
+
+def _server_lost() -> NoReturn:
+    """This process has threads by now and cannot be forked again. The proxy starts another one."""
+    end_process("the fork server of the media process was lost")

@@ -1,4 +1,4 @@
-"""The steps of reading a request's images and video that run on the media process's threads."""
+"""The steps of reading a request's images and video that run in the media process's sandboxes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.media.fetch import read_file
 from tandem.proxy.media.media_lease import MadeMedia
-from tandem.proxy.media.media_source_bytes import HeldSources, read_sources
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
-from tandem.proxy.media.source import MediaSource, SentMedia
+from tandem.proxy.media.source import MediaSource
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
@@ -43,43 +42,24 @@ class MediaReader:
             kind: MediaPlaceholder(text, processor.token_ids[kind]) for kind, text in processor.placeholders.items()
         }
 
-    def inspect(self, item: SentMedia, path: str, fetched: bytes | None, cache_salt: str) -> MediaContent:
-        """Reads the item's header and hashes its bytes. Raises InvalidMedia.
+    def read_file(self, _data: bytes, source: MediaSource) -> bytes:
+        """Reads a file in the allowed folder. Raises InvalidMedia."""
+        return read_file(source, self._limits)
 
-        path: of the job's file. fetched: bytes of a remote item.
-        """
-        source = item.source
-        if fetched is not None:
-            data = fetched
-        elif item.num_bytes is not None:
-            with Path(path).open("rb") as file:
-                file.seek(item.offset)
-                data = file.read(item.num_bytes)
-        else:
-            data = read_file(source, self._limits)
+    def inspect(self, data: bytes, source: MediaSource, cache_salt: str) -> tuple[MediaKey, MediaSize]:
+        """Reads the item's header and hashes its bytes. Raises InvalidMedia."""
         size = self.processor.size(source, data)
-        return MediaContent(source, data, MediaKey(self.processor.digest(source, data, cache_salt), "input"), size)
+        return MediaKey(self.processor.digest(source, data, cache_salt), "input"), size
 
-    def write(self, content: MediaContent, segment: str) -> CommittedMedia:
+    def size(self, data: bytes, source: MediaSource) -> MediaSize:
+        """Reads the item's header. Raises InvalidMedia."""
+        return self.processor.size(source, data)
+
+    def write(self, data: bytes, source: MediaSource, key: MediaKey, segment: str) -> CommittedMedia:
         """Decodes and processes the item, and writes its tensors to the cache's segment. Raises InvalidMedia."""
-        prepared, tensors = self.processor.prepare(content.source, content.data)
-        _, num_bytes = write_segment(segment, content.key, [tensor.data for tensor in tensors])
-        return CommittedMedia(content.key, num_bytes, msgspec.msgpack.encode(prepared))
-
-    def write_sources(self, contents: list[MediaContent], segment: str, key: MediaKey) -> CommittedMedia:
-        """Writes the bytes of the items to the cache's segment."""
-        _, num_bytes = write_segment(segment, key, [content.data for content in contents])
-        return CommittedMedia(key, num_bytes, b"")
-
-    def again(self, sources: HeldSources) -> list[MediaContent]:
-        """Returns the items of a request whose bytes were kept. Raises InvalidMedia, WorkerLost."""
-        contents = []
-        for number, (item, data) in enumerate(zip(sources.items, read_sources(sources), strict=True)):
-            source = MediaSource(number, item.kind, "", "messages")
-            contents.append(
-                MediaContent(source, data, MediaKey(item.digest, "input"), self.processor.size(source, data))
-            )
-        return contents
+        prepared, tensors = self.processor.prepare(source, data)
+        _, num_bytes = write_segment(segment, key, [tensor.data for tensor in tensors])
+        return CommittedMedia(key, num_bytes, msgspec.msgpack.encode(prepared))
 
     def made(self, content: MediaContent, segment: str, description: bytes) -> MadeMedia:
         return MadeMedia(content.key.digest, segment, self._description.decode(description).tensors)
@@ -89,3 +69,16 @@ class MediaReader:
         prepared = self._description.decode(description)
         kind, digest = content.source.kind, content.key.digest
         return CachedMedia(kind, digest, segment, prepared.tensors, prepared.num_tokens, prepared.replacement)
+
+
+def read_part(path: str, offset: int, num_bytes: int) -> bytes:
+    """Returns bytes of a job's file, which is in memory."""
+    with Path(path).open("rb") as file:
+        file.seek(offset)
+        return file.read(num_bytes)
+
+
+def write_sources(data: list[bytes], segment: str, key: MediaKey) -> CommittedMedia:
+    """Writes the bytes of a request's items to the cache's segment."""
+    _, num_bytes = write_segment(segment, key, data)
+    return CommittedMedia(key, num_bytes, b"")

@@ -1,19 +1,21 @@
 """Processes that decode, render and tokenise long bodies, so that the event loop never waits for them.
 
 They are processes and not threads because a thread holds the interpreter's lock while it decodes JSON
-(docs/adr/0007-reader-processes.md). A fork server, which is forked before the loop and any thread exists, forks them
-and their successors, so that all share the tokeniser's memory. Each has one job at a time. A process is ended when its
-job crashes it, exceeds a limit or has no caller any more, and when it has grown; another one takes its place. Clients
-take turns, and none holds the last process (`proxy.reading.job_queue`).
+(docs/adr/0007-reader-processes.md), and sandboxes because the bodies are the clients' (`runtime.processes.sandbox`). A
+fork server, which is forked before the loop and any thread exists, forks them and their successors, so that all share
+the tokeniser's memory. Each has one job at a time. A process is ended when its job crashes it, exceeds a limit or has
+no caller any more, and when it has grown; another one takes its place. Clients take turns, and none holds the last
+process (`proxy.reading.sandbox_pool`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,20 +23,20 @@ import msgspec
 
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.admission.admission import ClientLimitExceeded
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
-from tandem.proxy.reading.job_queue import JobQueue, JobTurn
-from tandem.proxy.reading.reader_connection import JobLost, ReaderConnection
-from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_entries, result_decoder
+from tandem.proxy.reading.sandbox_pool import SandboxPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.processes.fork_server import Entry
 from tandem.runtime.processes.forked_process import ForkServer, ForkServerLost, KeptForkServer
-from tandem.runtime.tasks import keep_running
+from tandem.runtime.processes.sandbox import Limits, SandboxLost, sandbox_entry
 
 log = logging.getLogger(__name__)
 
@@ -46,38 +48,32 @@ MAX_INLINE_PROMPTS = 32
 """Number of prompts up to which a short body is tokenised on the loop (under 1 ms)."""
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
+JOB_CPU_S = 10.0
+"""CPU time that a job may take, besides JOB_CPU_S_PER_MIB."""
+JOB_CPU_S_PER_MIB = 3.0
+"""CPU time in addition for each MiB of the body: six times what tokenising a MiB of text takes."""
+JOB_MEMORY_BYTES = 1 << 30
+"""Memory that a job may take, besides MEMORY_PER_BODY_BYTE."""
+MEMORY_PER_BODY_BYTE = 128
+"""Memory in addition for each byte of the body: a byte of text may become a token of 120."""
+MAX_GROWN_BYTES = 128 << 20
+"""Memory by which a process may have grown after a job. A new one takes milliseconds."""
+_DEADLINE_FACTOR = 10
+"""A job may take this many times its CPU limit in elapsed time, because the machine may be busy."""
 MAX_PENDING_JOBS = 4096
 """Jobs that may wait for a process, or be in one. CLIENT_SHARE of them may wait for one client. Other limits apply
 earlier (`proxy.admission`)."""
 _TRANSFORM_SHARE = 0.5
 """Share of the processes, and at least one, that work on calls without a worker of one client at the same time."""
 _RETRY_AFTER_S = 1
-_STOPPING = "the server is stopping"
-_STABLE_AFTER_S, _RESTART_DELAY_S = 1.0, 0.05
-"""A process that lived shorter than the first is replaced after the second: jobs that crash at once cost few forks."""
-_FAILED_START_DELAY_S = 1.0
 _LOAD_TIMEOUT_S = 60.0
 """Deadline of a fork server that must load the model's text files first; it takes about 3 s."""
+_SERVER, _ENTRY = "tandem.proxy.reading.reader_process", "reader"
 
 
-class _PendingJob:
-    """A job until it has ended. answer: has been cancelled if the caller is gone."""
-
-    def __init__(self, turn: JobTurn, request: bytes, num_bytes: int) -> None:
-        self.turn = turn
-        self.request = request
-        self.num_bytes = num_bytes
-        self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self.connection: ReaderConnection | None = None  # of the process that has the job
-        self.was_lost = False  # once, with a process that something else ended
-
-    def end(self, answer: msgspec.Raw | TandemError) -> None:
-        if self.answer.done():
-            return
-        if isinstance(answer, TandemError):
-            self.answer.set_exception(answer)
-        else:
-            self.answer.set_result(answer)
+def reader_entries(reader: BodyReader) -> dict[str, Entry]:
+    """Returns the entries of a fork server that forks readers."""
+    return {_ENTRY: sandbox_entry(reader, MAX_GROWN_BYTES)}
 
 
 class ReaderPool:
@@ -89,13 +85,11 @@ class ReaderPool:
     def __init__(self, reader: BodyReader, config: ProxyConfig, num_processes: int) -> None:
         self._reader = reader
         self._config = config.without_secrets()
-        self._num_processes = num_processes
-        self._num_pending = 0
         self._server = KeptForkServer(self._spawn_server, _LOAD_TIMEOUT_S)
-        self._queue: JobQueue[_PendingJob] = JobQueue(num_processes, max(1, int(_TRANSFORM_SHARE * num_processes)))
-        self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
-        self._keeping: list[asyncio.Task[None]] = []
-        self._is_closed = False
+        self._sandboxes = SandboxPool(self._server, _ENTRY, num_processes)
+        self._transforms = FairSlots(MAX_PENDING_JOBS, max(1, int(_TRANSFORM_SHARE * num_processes)))
+        self._pending: Counter[str] = Counter()
+        """Jobs by client, until they have ended."""
 
     def fork(self) -> None:
         """Forks the fork server. Must be called while this process has one thread and no loop.
@@ -110,9 +104,7 @@ class ReaderPool:
 
     def start(self) -> None:
         """Starts the processes, now instead of for the first job."""
-        if not self._keeping:
-            keep = partial(keep_running, self._keep_process, "keeping a reader process", _RESTART_DELAY_S)
-            self._keeping = [keep() for _ in range(self._num_processes)]
+        self._sandboxes.start()
 
     async def read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
@@ -143,8 +135,9 @@ class ReaderPool:
         self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object, client: str = ""
     ) -> bytes:
         """Like `run`, for a call that needs no worker. Such calls have a share of the client's processes."""
-        answer = await self._submit(method, body, arguments, JobTurn(client, is_transform=True)).answer
-        return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
+        with self._as_pending(client):
+            async with self._transforms.slot(client):
+                return await self._call(method, body, arguments, client)
 
     async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object, client: str = "") -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
@@ -154,148 +147,67 @@ class ReaderPool:
         InvalidRequest if it takes too much CPU time or memory or crashes, Overloaded, ClientLimitExceeded,
         InternalError.
         """
-        answer = await self._submit(method, data, arguments, JobTurn(client)).answer
-        return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
+        with self._as_pending(client):
+            return await self._call(method, data, arguments, client)
 
-    def _submit(
-        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], turn: JobTurn
-    ) -> _PendingJob:
-        """Raises Overloaded, ClientLimitExceeded, and InternalError once closed."""
-        if self._is_closed:
-            raise InternalError(_STOPPING)
-        if self._num_pending >= MAX_PENDING_JOBS:
+    @contextmanager
+    def _as_pending(self, client: str) -> Iterator[None]:
+        """Counts a job. Raises Overloaded, ClientLimitExceeded."""
+        if self._pending.total() >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
-        if (num_own := self._queue.num_waiting(turn.client)) >= MAX_PENDING_JOBS * CLIENT_SHARE:
+        if (num_own := self._pending[client]) >= MAX_PENDING_JOBS * CLIENT_SHARE:
             raise ClientLimitExceeded(
                 f"{num_own} of your requests are waiting to be read already, which is the limit for each client. Try "
                 "again later.",
                 _RETRY_AFTER_S,
             )
-        self.start()
+        self._pending[client] += 1
+        try:
+            yield
+        finally:
+            self._pending[client] -= 1
+            if not self._pending[client]:
+                del self._pending[client]
+
+    async def _call(
+        self, method: Callable[..., T], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str
+    ) -> T:
         content = Path(data.path) if isinstance(data, SpooledBody) else data
         num_bytes = data.num_bytes if isinstance(data, SpooledBody) else len(data)
-        job = _PendingJob(turn, encode_job(method, content, arguments), num_bytes)
-        self._num_pending += 1
-        job.answer.add_done_callback(partial(self._on_answer, job))
-        self._queue.put(turn, job)
-        self._wake()
-        return job
-
-    def _on_answer(self, job: _PendingJob, answer: asyncio.Future[msgspec.Raw]) -> None:
-        self._num_pending -= 1
-        if answer.cancelled() and not self._queue.discard(job.turn, job) and job.connection is not None:
-            job.connection.abort()  # the caller is gone, and what the job would still take is for nobody
-
-    def _wake(self) -> None:
-        while self._idle:
-            if not (idle := self._idle.pop(0)).done():
-                _end_wait(idle)
-                return
-
-    async def _next_job(self, connection: ReaderConnection) -> _PendingJob | None:
-        """Returns None when the process has ended."""
-        while not connection.has_ended:
-            job = self._queue.take()
-            if job is None:
-                idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._idle.append(idle)
-                connection.on_end = partial(_end_wait, idle)
-                await idle
-            else:
-                return job
-        return None
-
-    async def _keep_process(self) -> None:
-        """Starts a process again and again, and feeds it with jobs until it has ended."""
-        loop = asyncio.get_running_loop()
-        held: JobTurn | None = None  # of the job that ended the last process: its client holds this place meanwhile
-        while True:
-            started_at = loop.time()
-            try:
-                connection = await ReaderConnection.start(self._server)
-            except (ForkServerLost, OSError) as error:
-                log.error("cannot start a process that reads requests: %s", error)
-                self._fail_waiting("the process that reads requests cannot be started; try again later")
-                await asyncio.sleep(_FAILED_START_DELAY_S)
-                continue
-            if held is not None:
-                self._queue.release(held)
-                self._wake()
-            try:
-                held = await self._feed(connection)
-            finally:
-                connection.close()
-            status = await connection.process.wait()
-            if connection.ends_in_order:
-                log.info("a reader process was ended; starting another")
-            else:
-                log.error("a reader process ended with status %d; starting another", status)
-            if loop.time() - started_at < _STABLE_AFTER_S:
-                await asyncio.sleep(_RESTART_DELAY_S)
+        cpu_s = JOB_CPU_S + JOB_CPU_S_PER_MIB * num_bytes / (1 << 20)
+        limits = Limits(cpu_s, JOB_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * num_bytes, _DEADLINE_FACTOR * cpu_s)
+        try:
+            return await self._sandboxes.call(client, method, content, arguments, limits)
+        except TimeoutError as error:
+            raise Overloaded("the request was not read in time, because the machine is busy; try again") from error
+        except SandboxLost as lost:
+            raise _error_of(lost, limits) from lost
 
     def _spawn_server(self) -> ForkServer:
         """Starts a fork server that loads a reader. Raises OSError."""
-        config = os.memfd_create("config")
-        try:
-            with open(config, "wb", closefd=False) as file:
-                file.write(msgspec.json.encode(self._config))
-            os.lseek(config, 0, os.SEEK_SET)
-            return ForkServer.spawn("tandem.proxy.reading.reader_process", os.environ, {CONFIG_FD: config})
-        finally:
-            os.close(config)
-
-    async def _feed(self, connection: ReaderConnection) -> JobTurn | None:
-        """Gives the process jobs until it has ended. Returns the turn of the job that ended it."""
-        while (job := await self._next_job(connection)) is not None:
-            job.connection = connection
-            answer: msgspec.Raw | TandemError | None
-            try:
-                answer = await connection.call(job.request, job.num_bytes)
-            except JobLost as lost:
-                answer = lost.error or (_lost_twice(lost.had_read) if job.was_lost else None)
-                is_lost = True
-            except TandemError as error:
-                answer, is_lost = error, False
-            except BaseException:
-                job.end(InternalError(_STOPPING if self._is_closed else "the request could not be read"))
-                self._queue.release(job.turn)
-                self._wake()
-                raise
-            else:
-                is_lost = False
-            job.connection = None
-            if answer is not None:
-                job.end(answer)
-            elif not job.answer.done():
-                job.was_lost = True
-                self._queue.put_back(job.turn, job)
-                self._wake()
-            if is_lost or connection.has_ended:
-                return job.turn
-            self._queue.release(job.turn)
-        return None
-
-    def _fail_waiting(self, reason: str) -> None:
-        for job in self._queue.take_all():
-            job.end(InternalError(reason))
+        return ForkServer.spawn(_SERVER, os.environ, config=msgspec.json.encode(self._config))
 
     def close(self) -> None:
         """Ends the processes, and all jobs with an error."""
-        self._is_closed = True
-        self._fail_waiting(_STOPPING)
-        for task in self._keeping:
-            task.cancel()
-        self._server.close()
+        self._sandboxes.close()
 
 
-def _end_wait(idle: asyncio.Future[None]) -> None:
-    if not idle.done():
-        idle.set_result(None)
-
-
-def _lost_twice(had_read: bool) -> TandemError:
-    """Returns the error of a job that lost two processes. had_read: whether the last one had read the job."""
-    if not had_read:
+def _error_of(lost: SandboxLost, limits: Limits) -> TandemError:
+    if lost.is_over_time:
+        return InvalidRequest(
+            f"Reading this request takes more than {limits.cpu_s:.0f} s of CPU time, the limit for its size. Send a "
+            "shorter one, or a simpler schema, grammar or template."
+        )
+    if lost.is_out_of_memory:
+        return InvalidRequest(
+            "Reading this request takes more memory than its size allows; send a smaller or simpler one."
+        )
+    if lost.is_fault:
+        return InvalidRequest(
+            f"Reading this request ends the process that reads it ({signal.Signals(-lost.status).name}): it takes too "
+            "much memory, or is too deeply nested. Send a smaller or simpler one."
+        )
+    if not lost.had_read:
         return InternalError("the process that should read the request died; try again")
     return InvalidRequest(
         "Two processes that read this request were killed while they did, probably because it takes too much memory. "

@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
+from tandem.runtime.processes.forked_child import close_descriptors, run_forked
 from tandem.runtime.processes.lifetime import die_with_parent
 
 Entry = Callable[[list[str]], None]
@@ -110,14 +110,6 @@ def _open_files() -> Iterator[str]:
             yield str(entry.readlink())
 
 
-def close_descriptors(kept: Collection[int]) -> None:
-    """Closes all descriptors of this process except these."""
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        if (fd := int(entry.name)) not in kept:
-            with contextlib.suppress(OSError):  # the one that listed them is closed already
-                os.close(fd)
-
-
 def _start(request: StartProcess, fds: list[int], entries: Mapping[str, Entry]) -> ProcessStarted:
     entry = entries.get(request.entry)
     if entry is None or len(fds) != len(request.fds):
@@ -125,7 +117,8 @@ def _start(request: StartProcess, fds: list[int], entries: Mapping[str, Entry]) 
     if reason := why_unsafe_to_fork():
         return ProcessStarted(0, f"the fork server does not fork any more: {reason}")
     try:
-        return ProcessStarted(_fork_for_parent(lambda: _run(request, fds, entry)))
+        run = partial(_run, request, fds, entry)
+        return ProcessStarted(_fork_for_parent(lambda: run_forked(run, request.parent_pid)))
     except OSError as error:  # no memory or processes at the moment
         return ProcessStarted(0, f"cannot fork: {error}")
 
@@ -167,42 +160,15 @@ def _fork_again(run: Callable[[], NoReturn], pid_write: int, go_read: int, unuse
         os._exit(0)
 
 
-def _run(request: StartProcess, fds: list[int], entry: Entry) -> NoReturn:
+def _run(request: StartProcess, fds: list[int], entry: Entry) -> None:
     """In the new process."""
-    exit_code = 1
-    try:
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() != request.parent_pid:  # it has died, or does not adopt
-            sys.exit(1)
-        _reset_signals()
-        if request.new_session:
-            os.setsid()
-        _place(fds, request.fds)
-        os.environ.update(request.environment)
-        if request.cwd:
-            os.chdir(request.cwd)
-        entry(request.arguments)
-        exit_code = 0
-    except SystemExit as error:
-        exit_code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(exit_code)
-
-
-def _reset_signals() -> None:
-    """Sets what a newly started Python program has, whatever the server or a library in it has set."""
-    for number in signal.valid_signals():
-        with contextlib.suppress(OSError, ValueError):  # SIGKILL, SIGSTOP, and those of the C library
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if request.new_session:
+        os.setsid()
+    _place(fds, request.fds)
+    os.environ.update(request.environment)
+    if request.cwd:
+        os.chdir(request.cwd)
+    entry(request.arguments)
 
 
 def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
@@ -218,15 +184,3 @@ def main_channel(fd: int) -> socket.socket:
     """Returns the channel that a server inherited as descriptor `fd`."""
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)
-
-
-def limit_more_data(num_bytes: int) -> None:
-    """Lets this process allocate so many bytes more, or as many as its hard limit permits."""
-    allowed = num_data_bytes(os.getpid()) + num_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
-
-
-def num_data_bytes(pid: int) -> int:
-    """Returns the private writable memory of a process, which RLIMIT_DATA limits."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * os.sysconf("SC_PAGESIZE")

@@ -11,8 +11,6 @@ import logging
 import os
 import signal
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -34,8 +32,8 @@ log = logging.getLogger(__name__)
 
 FORK_TIMEOUT_S = 5.0
 """Deadline of an answer of the fork server, which takes some milliseconds. Without an answer it counts as frozen."""
-CHANNEL_FD = 3
-"""Descriptor of the channel in a fork server that was started as a program."""
+CHANNEL_FD, CONFIG_FD = 3, 4
+"""Descriptors of the channel and of the configuration in a fork server that was started as a program."""
 ONE_THREAD = MappingProxyType({"OPENBLAS_NUM_THREADS": "1"})
 """Environment in which the import of numpy starts no threads, so that the process may be forked."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -87,13 +85,6 @@ class ForkedProcess:
             self.kill()
             self._reap()
 
-    def cpu_s(self) -> float:
-        """Returns the CPU time of all threads of the process, in seconds; 0 if it has ended."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's number of another process's CPU clock
-        except OSError:
-            return 0.0
-
 
 class ForkServer:
     """A fork server of this process. Use `fork_here` or `spawn`."""
@@ -128,24 +119,18 @@ class ForkServer:
         environment: Mapping[str, str],
         fds: Mapping[int, int] = MappingProxyType({}),
         arguments: Sequence[str] = (),
-        python: str = sys.executable,
+        python: str = "",
+        config: bytes = b"",
     ) -> ForkServer:
         """Starts `python -m module`, which loads and calls `serve_forks` on descriptor CHANNEL_FD.
 
-        fds: descriptors to pass, by their numbers in the server. python: interpreter. Raises OSError.
+        fds, python: see `spawn_module`. config: what the server gets by `read_config`. Raises OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            passed = {**fds, CHANNEL_FD: theirs.fileno()}
-            above = max([*passed, *passed.values()]) + 1
-            spares = {number: above + i for i, number in enumerate(passed)}
-            actions = [(os.POSIX_SPAWN_DUP2, passed[number], spare) for number, spare in spares.items()]
-            actions += [(os.POSIX_SPAWN_DUP2, spare, number) for number, spare in spares.items()]
-            actions += [(os.POSIX_SPAWN_CLOSE, spare) for spare in spares.values()]  # type: ignore[misc]
-            own = {**ONE_THREAD, **environment}
-            command = python_command("-m", module, *arguments, python=python)
-            pid = os.posix_spawn(python, command, own, file_actions=actions, setsid=True)
-        return cls(ours, ForkedProcess(pid))
+        with theirs, in_memory(config) as config_fd:
+            passed = {**fds, CHANNEL_FD: theirs.fileno(), **({CONFIG_FD: config_fd} if config else {})}
+            process = spawn_module(module, environment, passed, arguments, python)
+        return cls(ours, process)
 
     async def until_ready(self, timeout_s: float) -> None:
         """Raises ForkServerLost if the server ends, or is not ready in time."""
@@ -246,14 +231,17 @@ class KeptForkServer:
         """Uses a server that runs already."""
         self._server = server
 
+    def spawn(self) -> ForkServer:
+        """Starts a server, which then loads. Raises ForkServerLost once closed, and OSError."""
+        if self._is_closed:
+            raise ForkServerLost("the fork server was closed")
+        self._server = self._spawn()
+        return self._server
+
     async def start(self, entry: str, fds: Mapping[int, int]) -> ForkedProcess:
         """Starts a process, if need be from another server. Raises ForkServerLost, also once closed, and OSError."""
         for is_last in (False, True):
-            if self._is_closed:
-                raise ForkServerLost("the fork server was closed")
-            if self._server is None:
-                self._server = self._spawn()
-            server = self._server
+            server = self._server or self.spawn()
             try:
                 await server.until_ready(self._load_timeout_s)
                 return await server.start(entry, fds=fds)
@@ -270,6 +258,46 @@ class KeptForkServer:
         self._is_closed = True
         if self._server is not None:
             self._server.close()
+
+
+def spawn_module(
+    module: str,
+    environment: Mapping[str, str],
+    fds: Mapping[int, int],
+    arguments: Sequence[str] = (),
+    python: str = "",
+) -> ForkedProcess:
+    """Starts `python -m module` in a session of its own.
+
+    fds: descriptors to pass, by their numbers in the process. python: interpreter; "" for our own. Raises OSError.
+    """
+    above = max([*fds, *fds.values()]) + 1
+    spares = {number: above + i for i, number in enumerate(fds)}
+    actions = [(os.POSIX_SPAWN_DUP2, fds[number], spare) for number, spare in spares.items()]
+    actions += [(os.POSIX_SPAWN_DUP2, spare, number) for number, spare in spares.items()]
+    actions += [(os.POSIX_SPAWN_CLOSE, spare) for spare in spares.values()]  # type: ignore[misc]
+    command = python_command("-m", module, *arguments, python=python)
+    own = {**ONE_THREAD, **environment}
+    return ForkedProcess(os.posix_spawn(command[0], command, own, file_actions=actions, setsid=True))
+
+
+@contextmanager
+def in_memory(data: bytes) -> Iterator[int]:
+    """Yields the descriptor of a file in memory, to be read from its beginning."""
+    fd = os.memfd_create("config")
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_config() -> bytes:
+    """In a program that was started so: returns what it was given as descriptor CONFIG_FD."""
+    with open(CONFIG_FD, "rb") as file:
+        return file.read()
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -51,11 +51,11 @@ def body(number: int, marker: str = "") -> bytes:
 def test_an_image_that_ends_processes_beside_slow_ones(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media_pool, "_MODULE", "tests.support.killing_preload")
+    monkeypatch.setattr(media_pool, "_MODULE", "tests.support.killing_media")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     save_processor(tmp_path)
     endpoint = f"ipc://{tmp_path}/cache.sock"
-    config = ProxyConfig("proxy-0", "", str(tmp_path), "m", media_cache_endpoint=endpoint, media_threads=threads)
+    config = ProxyConfig("proxy-0", "", str(tmp_path), "m", media_cache_endpoint=endpoint, media_sandboxes=threads)
 
     async def test() -> None:
         server = MediaCacheServer(MediaCacheConfig(endpoint, 64 << 20))
@@ -74,6 +74,8 @@ def test_an_image_that_ends_processes_beside_slow_ones(
             assert await read(0, "", "tenant") == "read"
             attacks = [start(read(10 + i, "SLOW", "attacker")) for i in range(6)]
             attacks += [start(read(20 + i, "SLOW KILL", "attacker")) for i in range(2)]
+            attacks += [start(read(25, "HANG", "attacker"))]
+            process = pool._process
             tenant = [await read(30 + i, "", "tenant") for i in range(10)]
             ended = await asyncio.gather(*attacks)
         finally:
@@ -81,7 +83,8 @@ def test_an_image_that_ends_processes_beside_slow_ones(
             context.destroy(linger=0)
             server.stop()
             await serving
-        assert ended == ["read"] * 6 + [InvalidRequest.__name__] * 2
+        assert ended == ["read"] * 6 + [InvalidRequest.__name__] * 3
+        assert pool._process is process, "the images end sandboxes, not the process with all requests"
         assert tenant == ["read"] * 10
 
     asyncio.run(asyncio.wait_for(test(), 240))

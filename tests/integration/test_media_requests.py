@@ -29,9 +29,9 @@ def an_image(seed: int) -> dict[str, object]:
     return image_part(data_url(encoded(picture(seed=seed))))
 
 
-def media_processes(served: MediaProxy, module: str = "media_process") -> list[int]:
+def media_processes(served: MediaProxy) -> list[int]:
     children = children_of(served.proxy.process.pid)
-    name = f"tandem.proxy.reading.{module}".encode()
+    name = b"tandem.proxy.reading.media_program"
     return [pid for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -64,7 +64,6 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
 def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(20)).status_code == 200
     pid = media_process(served)
-    preloaded = media_processes(served, "media_preload")
     with ThreadPoolExecutor(1) as clients:
         os.kill(pid, signal.SIGSTOP)
         lost = clients.submit(served.chat, an_image(21))
@@ -73,35 +72,21 @@ def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProx
     assert answer.status_code == 200, answer.text
     assert served.chat("text").status_code == 200
     assert served.chat(an_image(22)).status_code == 200 and media_process(served) != pid
-    assert media_processes(served, "media_preload") == preloaded and len(preloaded) == 1, "nothing is imported again"
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
-def test_a_media_process_outlives_the_one_that_it_was_forked_from(served: MediaProxy) -> None:
+@pytest.mark.parametrize("victim", ["sandboxes", "fork server"])
+def test_lost_children_of_the_media_process_cost_no_request(served: MediaProxy, victim: str) -> None:
+    """Lost sandboxes are forked again. Without their fork server the process starts again itself."""
+    assert served.chat(an_image(24)).status_code == 200
     pid = media_process(served)
-    [preloaded] = media_processes(served, "media_preload")
-    os.kill(preloaded, signal.SIGKILL)
-    assert served.chat(an_image(24)).status_code == 200 and media_process(served) == pid
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: served.chat(an_image(25)).status_code == 200, PATIENCE_S)
-    assert media_process(served) != pid and media_processes(served, "media_preload") != [preloaded]
-
-
-@pytest.mark.exhaustive
-def test_a_media_process_that_does_not_answer_a_cancelled_job_is_replaced(tmp_path: Path) -> None:
-    """Simulates a decoder that hangs. The process is replaced before it counts as silent."""
-    with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
-        assert served.chat(an_image(30)).status_code == 200
-        pid = media_process(served)
-        os.kill(pid, signal.SIGSTOP)
-        body = {"messages": [{"role": "user", "content": [an_image(31)]}], "max_tokens": 1}
-        late = httpx.post(
-            f"{served.url}/v1/chat/completions", json=body, headers={"X-Request-Timeout": "0.5"}, timeout=PATIENCE_S
-        )
-        assert late.status_code == 504
-        wait_until(lambda: not is_alive(pid), PATIENCE_S)
-        assert served.chat(an_image(32)).status_code == 200 and media_process(served) != pid
-        wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+    fork_server, *sandboxes = sorted(children_of(pid))
+    assert len(sandboxes) == 2
+    for child in sandboxes if victim == "sandboxes" else [fork_server, *sandboxes]:
+        os.kill(child, signal.SIGKILL)
+    assert served.chat(an_image(25)).status_code == 200
+    assert (media_process(served) == pid) == (victim == "sandboxes")
+    wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
 def test_text_that_mentions_image_url_is_served_as_text(served: MediaProxy) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.processor import MediaProcessor
-from tandem.proxy.media.source import MediaSource
-from tandem.proxy.reading.media_messages import MediaJob, MediaJobDone, MediaJobFailed
-from tandem.proxy.reading.media_reader import MediaReader
+from tandem.proxy.reading.media_messages import MediaJobFailed
 from tandem.runtime.errors import InternalError, Overloaded
 from tests.support.media_proxy import data_url, image_part, video_part
 from tests.support.media_reader import MediaProcessOnLoop
@@ -116,49 +111,12 @@ def test_one_client_leaves_waiting_places_to_others(tmp_path: Path) -> None:
     run(test, tmp_path)
 
 
-@pytest.mark.parametrize("step", ["inspect", "write"])
-def test_slow_items_of_one_client_never_hold_the_last_thread(
-    step: str, reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One client sends 12 images, each of which holds a thread until the end. Another's image waits for none."""
-    original, begun, gate = getattr(MediaReader, step), list[int](), threading.Event()
-
-    def slow(self: MediaReader, item: Any, *arguments: Any) -> Any:
-        if item.source.number < NUM_SLOW:
-            begun.append(item.source.number)
-            assert gate.wait(60)
-        return original(self, item, *arguments)
-
+def test_each_item_is_a_job_of_its_client(reader: MediaProcessOnLoop) -> None:
+    """So slow items of one client never hold the last sandbox (`tests/unit/proxy/reading/test_reader_pool.py`)."""
     reader.run(reader.client.clear())
-    monkeypatch.setattr(MediaReader, step, slow)
-    large = [image_part(data_url(encoded(picture(100, 80 + number, seed=number)))) for number in range(12)]
-    small = image_part(data_url(encoded(picture(20, 20, seed=50))))
-    attacks = [reader.job(*large[i : i + NUM_SLOW], client="attacker") for i in range(0, 12, NUM_SLOW)]
-    first, second = (reader.job(small, client="tenant", cache_salt=str(number)) for number in range(2))
-    tenant = [
-        msgspec.structs.replace(job, items=[msgspec.structs.replace(job.items[0], source=last_of(job))])
-        for job in (first, second)
-    ]
-
-    async def test() -> None:
-        for job in attacks:
-            reader.process.on_message(job)
-        async with asyncio.timeout(20):
-            while len(begun) < 2:  # noqa: ASYNC110  # all threads but one
-                await asyncio.sleep(0.01)
-        for job in tenant:
-            reader.process.on_message(job)
-            done = await asyncio.wait_for(reader.done.get(), 20)
-            assert isinstance(done, MediaJobDone) and done.lease_id == job.lease_id
-        assert len(begun) == 2
-        gate.set()
-        reader.client.release([job.lease_id for job in tenant])
-        for _ in attacks:
-            reader.client.release([(await reader.done.get()).lease_id])
-
-    reader.run(test())
-
-
-def last_of(job: MediaJob) -> MediaSource:
-    """Returns the job's source with a number that no slow one has."""
-    return msgspec.structs.replace(job.items[0].source, number=NUM_SLOW)
+    large = [image_part(data_url(encoded(picture(100, 80 + number, seed=number)))) for number in range(4)]
+    reader.sandboxes.clients.clear()
+    jobs = [reader.job(*large, client="attacker"), reader.job(PHOTO, client="tenant", cache_salt="1")]
+    reader.read_all(jobs)
+    reader.client.release([job.lease_id for job in jobs])
+    assert sorted(reader.sandboxes.clients) == ["attacker"] * 8 + ["tenant"] * 2, "headers, then pixels"

@@ -26,7 +26,7 @@ import os, resource, sys
 from tandem.proxy.media.decode import video_info
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
-from tandem.runtime.processes.fork_server import num_data_bytes
+from tandem.runtime.processes.sandbox import num_data_bytes
 limit = num_data_bytes(os.getpid()) + (128 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

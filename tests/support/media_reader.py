@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +28,6 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
     FromMediaProcess,
@@ -37,12 +38,43 @@ from tandem.proxy.reading.media_messages import (
     RemakeMedia,
 )
 from tandem.proxy.reading.media_process import MediaProcess
+from tandem.proxy.reading.media_reader import MediaReader
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.processes.sandbox import _ENCODER, Limits, result_decoder
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
 T = TypeVar("T")
 Answer = MediaJobDone | MediaRemade | MediaJobFailed
+
+
+class OnThreads:
+    """Calls a reader's methods on threads of the tests' process, each with a reader of its own."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self.clients: list[str] = []
+        """Of the calls."""
+        self._readers = threading.local()
+        self._threads = ThreadPoolExecutor(config.media_sandboxes + 1, initializer=self._load, initargs=(config,))
+
+    def _load(self, config: ProxyConfig) -> None:
+        self._readers.own = MediaReader(config)
+
+    async def call(
+        self,
+        client: str,
+        function: Callable[..., T],
+        data: bytes | Path,
+        arguments: tuple[object, ...],
+        limits: Limits,
+    ) -> T:
+        self.clients.append(client)
+
+        def call() -> T:
+            return function(self._readers.own, data, *arguments)
+
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return result_decoder(function).decode(_ENCODER.encode(result))  # as from a sandbox
 
 
 class MediaProcessOnLoop:
@@ -74,21 +106,18 @@ class MediaProcessOnLoop:
             "m",
             media_cache_endpoint=endpoint,
             media=self.limits,
-            media_threads=2,
+            media_sandboxes=2,
             requests=self._requests,
         )
 
-        fd = BusyThreads.new_memory(config.media_threads + 1)
-        self.busy = BusyThreads.open(fd)
-        os.close(fd)
+        self.sandboxes = OnThreads(config)
 
         def on_message(message: FromMediaProcess) -> None:
             message = FROM_PROCESS.decode(FROM_PROCESS.encode(message))  # as the proxy gets it
             if isinstance(message, Answer):
                 self.done.put_nowait(message)
 
-        self.process = MediaProcess(config, on_message, os.getpid(), self.busy)
-        await self.process.load()
+        self.process = MediaProcess(config, MediaReader(config), self.sandboxes, on_message, os.getpid())  # type: ignore[arg-type]
         self.bodies = BodyReader.load(config)
         self._bodies_by_lease: dict[str, bytes] = {}
 

@@ -41,5 +41,5 @@ def run_with(pool: ReaderPool, run: Callable[[], Awaitable[None]], timeout_s: fl
 async def close(pool: ReaderPool) -> None:
     """Closes the pool and waits until its tasks have closed their sockets."""
     pool.close()
-    await asyncio.gather(*pool._keeping, return_exceptions=True)
+    await asyncio.gather(*pool._sandboxes._keeping, return_exceptions=True)
     await asyncio.sleep(0.05)

@@ -172,7 +172,7 @@ def test_threads_and_processes_follow_the_cores_that_may_be_used(
     monkeypatch.setattr(cluster_config, "num_cores", lambda: num_cores)
     config = load_config(None, {})
     assert [config.num_threads("prefill"), config.num_threads("decode")] == [threads, threads]
-    assert (config.reader_processes, config.media_threads) == (tokenizers, media)
+    assert (config.reader_processes, config.media_sandboxes) == (tokenizers, media)
 
 
 def test_paths_in_the_home_are_those_of_the_user_who_starts_the_cluster(

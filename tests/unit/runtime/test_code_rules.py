@@ -47,7 +47,8 @@ MAY_WRITE = {
     "proxy/batches/json_files.py",  # sets a damaged file aside
     "proxy/cluster/adapter_table.py",  # a lock
     "proxy/reading/body_reader.py",  # a memfd
-    "proxy/reading/reader_pool.py",  # a memfd
+    "runtime/processes/forked_process.py",  # a memfd
+    "proxy/batches/line_check.py",  # a memfd
     "deploy/sites/ray_actor.py",  # a memfd
     "deploy/sites/ray_process.py",  # empties a log
     "deploy/processes/log_file.py",  # empties a log

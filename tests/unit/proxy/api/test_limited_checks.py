@@ -40,10 +40,10 @@ def with_check(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], GrammarCh
 def test_grammars_are_checked_in_one_process() -> None:
     with LimitedChecks() as check:
         assert check(GOOD) == GrammarCheck()
-        child = check._child
+        sandbox = check._sandbox
         assert "unexpected" in check("start: (").error.lower() or check("start: (").error
-        assert check(GOOD) == GrammarCheck() and check._child is child is not None
-    assert not Path(f"/proc/{child.pid}").exists()
+        assert check(GOOD) == GrammarCheck() and check._sandbox is sandbox is not None
+    assert not Path(f"/proc/{sandbox._child.pid}").exists()
 
 
 def test_what_takes_too_long_is_ended_and_the_rest_of_the_request_has_a_short_time(
@@ -56,7 +56,7 @@ def test_what_takes_too_long_is_ended_and_the_rest_of_the_request_has_a_short_ti
         assert check("fast") == GrammarCheck()
         assert check("slow").is_over_time
         assert check("fast").is_over_time, "nothing is left"
-        assert check._child is None
+        assert check._sandbox is None
 
 
 def test_many_checks_have_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.proxy.reading.reader_process import result_decoder
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.processes.sandbox import result_decoder
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=2048)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

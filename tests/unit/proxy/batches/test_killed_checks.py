@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tandem.proxy.batches import batch_store, line_check, runner
 from tandem.proxy.batches.batch import BatchObject
-from tandem.proxy.batches.line_check import EXIT_NO_MEMORY, NUM_ATTEMPTS, CheckEnded, error_of_file
+from tandem.proxy.batches.line_check import NUM_ATTEMPTS, CheckLost, error_of_file
+from tandem.runtime.processes.sandbox import EXIT_NO_MEMORY, FAULTS, SandboxLost
 from tests.unit.proxy.batches.batch_files import App, line, run_until_ended
 from tests.unit.proxy.batches.test_failing_batches import make_batch
 
@@ -26,7 +27,8 @@ End = tuple[str | int, int]
 SCRIPT = """#!{python}
 import json, os, resource, signal, sys
 from pathlib import Path
-from tandem.proxy.batches import batch_lines, line_check
+from tandem.proxy.batches import batch_lines
+from tandem.runtime.processes import sandbox
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 file = Path({ends!r})
@@ -50,7 +52,7 @@ def parse(data, number, endpoint):
 if at == 0:
     die()
 batch_lines.parse_line = parse
-line_check.main(*sys.argv[4:])
+sandbox.main()
 """
 
 Check = Callable[[Sequence[End]], tuple[BatchObject, int]]
@@ -125,12 +127,12 @@ def test_an_exception_is_not_tried_again_at_once(check: Check, caplog: pytest.Lo
 
 
 signals = st.sampled_from([-each for each in signal.Signals] + [1, EXIT_NO_MEMORY])
-ends = st.lists(st.builds(CheckEnded, signals, st.integers(0, 2), st.just(b"")), max_size=NUM_ATTEMPTS)
+ends = st.lists(st.builds(CheckLost, st.builds(SandboxLost, signals), st.integers(0, 2)), max_size=NUM_ATTEMPTS)
 
 
 @given(ends)
-def test_a_file_is_wrong_only_if_the_same_line_has_ended_all_attempts(found: list[CheckEnded]) -> None:
-    own = [each for each in found if each.status in line_check._OWN_FAULTS]
+def test_a_file_is_wrong_only_if_the_same_line_has_ended_all_attempts(found: list[CheckLost]) -> None:
+    own = [each for each in found if each.lost.is_fault or each.lost.is_out_of_memory]
     error = error_of_file(found)
     assert (error is not None) == (len(own) == NUM_ATTEMPTS and len({each.line for each in own}) == 1)
     if error is not None:
@@ -139,7 +141,7 @@ def test_a_file_is_wrong_only_if_the_same_line_has_ended_all_attempts(found: lis
 
 def test_signals_of_others_are_no_faults_of_the_process() -> None:
     others = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
-    assert not {-each for each in others} & line_check._OWN_FAULTS
+    assert not others & FAULTS
 
 
 def test_a_process_that_cannot_be_started_is_no_deleted_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

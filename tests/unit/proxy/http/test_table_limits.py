@@ -16,12 +16,13 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_pool
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.reading.sandbox_pool import SandboxPool
 from tandem.runtime.errors import Overloaded, ProtocolError
 
 
 def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(reader_pool, "MAX_PENDING_JOBS", 3)
-    monkeypatch.setattr(ReaderPool, "start", lambda self: None)  # no process takes a job
+    monkeypatch.setattr(SandboxPool, "start", lambda self: None)  # no process takes a job
 
     async def run() -> None:
         pool = ReaderPool(cast(Any, None), ProxyConfig("proxy-0", "", "m", "m"), 2)
@@ -34,7 +35,12 @@ def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None
         again = asyncio.create_task(pool.run(BodyReader.detokenize, b"{}"))
         await asyncio.sleep(0)
         assert not again.done(), "there is room again"
-        assert len(pool._queue.take_all()) == 3, "a cancelled job does not stay"
+        slots = pool._sandboxes._slots
+        assert slots._held.total() + len(slots._waiting[""]) == 3 == pool._pending.total(), (
+            "a cancelled job does not stay"
+        )
+        for task in (*waiting, again):
+            task.cancel()
 
     asyncio.run(run())
 

@@ -48,6 +48,6 @@ def test_too_large_and_invalid_messages_are_refused() -> None:
         await asyncio.wait_for(read_message(reader, TO_PROCESS), 5)
 
     with pytest.raises(ProtocolError, match="over the limit"):
-        asyncio.run(read((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")))
+        asyncio.run(read((MAX_MESSAGE_BYTES + 1).to_bytes(4)))
     with pytest.raises(ProtocolError, match="not an expected message"):
-        asyncio.run(read((3).to_bytes(4, "little") + b"abc"))
+        asyncio.run(read((3).to_bytes(4) + b"abc"))

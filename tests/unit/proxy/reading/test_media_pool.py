@@ -54,7 +54,7 @@ class FakeProcess:
 
     def write(self, data: bytes) -> None:
         self._bytes += data
-        while len(self._bytes) >= 4 and len(self._bytes) >= 4 + (size := int.from_bytes(self._bytes[:4], "little")):
+        while len(self._bytes) >= 4 and len(self._bytes) >= 4 + (size := int.from_bytes(self._bytes[:4])):
             self.messages.put_nowait(TO_PROCESS.decode(self._bytes[4 : 4 + size]))  # type: ignore[arg-type]
             self._bytes = self._bytes[4 + size :]
 
@@ -425,54 +425,39 @@ def test_a_request_that_ends_while_its_media_are_looked_for_holds_nothing(tmp_pa
     run(test, tmp_path)
 
 
-def sleeping() -> int:
-    return os.posix_spawn("/bin/sleep", ["sleep", "100"], {})
+def sleeping(pool: MediaPool, monkeypatch: pytest.MonkeyPatch) -> list[ForkedProcess]:
+    """Lets the pool start processes that keep their end of the socket and say nothing. Returns those that it starts."""
+    started: list[ForkedProcess] = []
 
+    async def spawn(fd: int) -> ForkedProcess:
+        os.set_inheritable(fd, True)
+        started.append(ForkedProcess(os.posix_spawn("/bin/sleep", ["sleep", "100"], {})))  # noqa: ASYNC221
+        return started[-1]
 
-class SleepingServer:
-    """A fork server whose processes keep their end of the socket and say nothing."""
-
-    def __init__(self) -> None:
-        self.started: list[ForkedProcess] = []
-        self.may_start = asyncio.Event()
-        self.may_start.set()
-
-    async def start(self, entry: str, fds: dict[int, int]) -> ForkedProcess:
-        await self.may_start.wait()
-        for fd in fds.values():
-            os.set_inheritable(fd, True)
-        self.started.append(ForkedProcess(sleeping()))
-        return self.started[-1]
-
-    def close(self) -> None: ...
-
-
-def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
-    pool, server = MediaPool(CONFIG, cache, Readers()), SleepingServer()
-    pool._server = server  # type: ignore[assignment]
-    return pool, server
+    monkeypatch.setattr(pool, "_spawn", spawn)
+    return started
 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_only_a_process_that_ends_by_itself_is_an_error(
-    closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it alone was reading is read again by one more process, and is refused then."""
+    """What it was reading is read again by two more processes, and is refused then."""
 
     async def test(cache: Cache) -> None:
-        pool, server = starting(cache)
+        pool = MediaPool(CONFIG, cache, Readers())
+        started = sleeping(pool, monkeypatch)
         reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
-        await until(lambda: bool(pool._jobs))
-        [process] = server.started
-        if closes:
-            pool.close()
-        else:
-            process.kill()
-            await until(lambda: len(server.started) == 2 and bool(pool._jobs))
-            server.started[-1].kill()
-        with pytest.raises(InternalError if closes else InvalidRequest, match="is stopping" if closes else "2 times"):
+        for number in range(1, 2 if closes else 4):
+            await until(lambda: len(started) == number and bool(pool._jobs))  # noqa: B023
+            if closes:
+                pool.close()
+            else:
+                started[-1].kill()
+        with pytest.raises(InternalError if closes else Overloaded, match="is stopping" if closes else "was lost"):
             await reading
-        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 2)
+        assert [each.returncode for each in started] == [-signal.SIGKILL] * (1 if closes else 3)
+        assert not pool._places
         pool.close()
 
     run(test, tmp_path)
@@ -480,111 +465,34 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
     assert bool([each for each in caplog.records if each.levelname == "ERROR"]) == (not closes)
 
 
-def lose(pool: Pool, *on_threads: MediaJob | RemakeMedia) -> None:
-    """The process ends with these jobs on its threads."""
-    pool._on_lost({job.lease_id for job in on_threads})
-
-
-def test_a_request_is_blamed_for_the_processes_that_end_while_it_alone_is_on_a_thread(tmp_path: Path) -> None:
-    """Whatever else is in them. Those that only waited are read again however often that is."""
+def test_requests_of_a_process_that_was_lost_are_read_again(tmp_path: Path) -> None:
     segment = tmp_path / "segment"
     segment.touch()
-
-    async def test(cache: Cache) -> None:
-        pool = Pool(cache)
-
-        async def begin() -> tuple[asyncio.Task[GenerationRequest], MediaJob]:
-            return pool.begin(), await pool.job()
-
-        waiting, _ = await begin()
-        for _ in range(5):
-            killing, job = await begin()
-            lose(pool, job)
-            jobs = [await pool.job(), await pool.job()]
-            assert [each.is_suspect for each in jobs] == [False, True], "the one that was on the thread"
-            lose(pool, jobs[1])
-            with pytest.raises(InvalidRequest, match="2 times because of those of this request"):
-                await killing
-            assert not (await pool.job()).is_suspect
-        lease_id = next(iter(pool._jobs))
-        pool.answer(MediaJob(lease_id, [], "", "", 1), segment)
-        (await waiting).release_media()
-        assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
-
-    run(test, tmp_path)
-
-
-def test_requests_that_are_on_threads_together_when_a_process_ends_are_suspects(tmp_path: Path) -> None:
-    segment = tmp_path / "segment"
-    segment.touch()
-
-    async def test(cache: Cache) -> None:
-        pool = Pool(cache)
-        both = [pool.begin() for _ in range(2)]
-        lose(pool, *[await pool.job() for _ in both])
-        for _ in range(2):
-            innocent, killer = [await pool.job() for _ in both]
-            assert innocent.is_suspect and killer.is_suspect
-            lose(pool, killer)
-        with pytest.raises(InvalidRequest, match="2 times"):
-            await both[1]
-        pool.answer(await pool.job(), segment)
-        (await both[0]).release_media()
-
-    run(test, tmp_path)
-
-
-def test_all_requests_of_a_process_that_ends_with_none_on_a_thread_are_suspects(tmp_path: Path) -> None:
-    """As when its memory is taken by the system while it loads. Nobody is blamed, and it is not tried for ever."""
 
     async def test(cache: Cache) -> None:
         pool = Pool(cache)
         both = [pool.begin() for _ in range(2)]
         for _ in range(3):
             jobs = [await pool.job() for _ in both]
-            lose(pool, MediaJob("of another process", [], "", "", 1))
-        ended = await asyncio.gather(*both, return_exceptions=True)
-        assert [type(each) for each in ended] == [Overloaded] * 2 and all(job.is_suspect for job in jobs)
+            if len(cache.released) < 4:
+                pool._on_lost()
+        for job in jobs:
+            pool.answer(job, segment)
+        for reading in both:
+            (await reading).release_media()
         assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
 
     run(test, tmp_path)
 
 
-def test_pixels_are_made_again_by_the_next_process(tmp_path: Path) -> None:
-    """A loss that others have caused does not count; two that these items cause end the request."""
-
+def test_pixels_that_were_lost_with_a_process_may_be_made_again_later(tmp_path: Path) -> None:
     async def test(cache: Cache) -> None:
         pool = Pool(cache)
-        sources = HeldSources("", [])
-
-        def remake() -> asyncio.Task[Any]:
-            return asyncio.create_task(pool._make_again(sources, "a"))
-
-        async def job() -> RemakeMedia:
-            found = await pool.process.messages.get()
-            assert isinstance(found, RemakeMedia)
-            return found
-
         await pool.start()
-        for _ in range(6):
-            other, making = pool.begin(), remake()
-            killing = await pool.job()
-            remaking = await job()
-            lose(pool, killing)
-            with pytest.raises(Overloaded, match="was lost; try again"):
-                await making
-            pool.answer(await pool.job(), InvalidRequest("no picture"))
-            await asyncio.gather(other, return_exceptions=True)
-        making = remake()
-        lose(pool, await job())
-        remaking = await job()
-        assert remaking.is_suspect
-        pool._on_answer(MediaRemade(remaking.lease_id, []))
-        assert await making == (remaking.lease_id, [])
-        making = remake()
-        for _ in range(2):
-            lose(pool, await job())
-        with pytest.raises(InvalidRequest, match="2 times"):
+        making = asyncio.create_task(pool._make_again(HeldSources("", []), "a"))
+        await pool.process.messages.get()
+        pool._on_lost()
+        with pytest.raises(Overloaded, match="was lost; try again"):
             await making
         assert not pool._jobs
 
@@ -610,31 +518,38 @@ def test_images_that_wait_to_be_read_are_counted_by_client(tmp_path: Path) -> No
     run(test, tmp_path)
 
 
-def test_a_closed_pool_starts_no_process(tmp_path: Path) -> None:
+def test_a_closed_pool_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(cache: Cache) -> None:
-        pool, server = starting(cache)
+        pool = MediaPool(CONFIG, cache, Readers())
+        started = sleeping(pool, monkeypatch)
         pool.close()
         with pytest.raises(InternalError, match="is stopping"):
             await pool.read("chat", b"{}", LIMITS)
-        assert not server.started
+        assert not started
 
     run(test, tmp_path)
 
 
 def test_a_process_that_starts_while_the_pool_is_closed_is_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(cache: Cache) -> None:
-        pool, server = starting(cache)
-        server.may_start.clear()
+        pool, may_start = MediaPool(CONFIG, cache, Readers()), asyncio.Event()
+        started = sleeping(pool, monkeypatch)
+        spawn = pool._spawn
+
+        async def spawn_late(fd: int) -> ForkedProcess:
+            await may_start.wait()
+            return await spawn(fd)
+
+        monkeypatch.setattr(pool, "_spawn", spawn_late)
         reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
         await until(lambda: pool._starting.locked())
-        await asyncio.sleep(0)
         pool.close()
-        server.may_start.set()
+        may_start.set()
         with pytest.raises(InternalError, match="is stopping"):
             await reading
-        [process] = server.started
+        [process] = started
         assert process.returncode == -signal.SIGKILL
 
     run(test, tmp_path)

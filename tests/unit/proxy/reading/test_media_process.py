@@ -5,10 +5,8 @@ The process's loop and threads run here, beside a real media cache.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoProcessor
 
-from tandem.proxy.media.source import SentMedia
 from tandem.proxy.reading.media_messages import (
     CancelMediaJob,
     MediaJobDone,
@@ -29,7 +26,6 @@ from tandem.proxy.reading.media_messages import (
     MediaRemade,
     RemakeMedia,
 )
-from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
 from tests.support.media_reader import MediaProcessOnLoop, tensors_of
@@ -223,42 +219,6 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     assert isinstance(done, MediaJobFailed) and isinstance(done.error, InvalidRequest)
     assert "The images alone have" in done.error.message
     assert reader.status().num_misses == before.num_misses
-
-
-def test_jobs_on_threads_are_shown_and_a_suspect_is_alone_on_them(
-    reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the proxy can tell which job ends the process."""
-    original, shown, gate = MediaReader.inspect, dict[str, set[str]](), threading.Event()
-
-    def inspect(self: MediaReader, item: SentMedia, path: str, *arguments: Any) -> Any:
-        shown[path] = reader.busy.job_ids()
-        if path == jobs[0].path:
-            assert gate.wait(60)
-        return original(self, item, path, *arguments)
-
-    parts = [image_part(data_url(encoded(picture(60, 50, seed=70 + i)))) for i in range(3)]
-    jobs = [reader.job(part, client=str(number)) for number, part in enumerate(parts)]
-    jobs[1] = msgspec.structs.replace(jobs[1], is_suspect=True)
-    monkeypatch.setattr(MediaReader, "inspect", inspect)
-
-    async def test() -> None:
-        reader.process.on_message(jobs[0])
-        async with asyncio.timeout(60):
-            while not shown:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        for job in jobs[1:]:
-            reader.process.on_message(job)
-        await asyncio.sleep(0.1)
-        assert len(shown) == 1, "the suspect waits for the first one, and the last one for the suspect"
-        gate.set()
-        for _ in jobs:
-            reader.client.release([(await reader.done.get()).lease_id])
-
-    reader.run(test())
-    ids = [job.lease_id for job in jobs]
-    assert shown[jobs[0].path] == {ids[0]} and shown[jobs[1].path] == {ids[1]} and ids[2] in shown[jobs[2].path]
-    assert not reader.busy.job_ids() and reader.status().num_leases == 0
 
 
 def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:

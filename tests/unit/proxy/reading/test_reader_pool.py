@@ -17,13 +17,12 @@ import pytest
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading import reader_connection, reader_pool, reader_process
+from tandem.proxy.reading import reader_pool, sandbox_pool
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
-from tandem.proxy.reading.reader_connection import ReaderConnection
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.proxy.reading.reader_process import result_decoder
 from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
+from tandem.runtime.processes.sandbox import CALLS_FD, Sandbox, result_decoder
 from tests.support.fake_workers import make_tokenizer
 from tests.support.reader_pools import fork_pool, run_with
 
@@ -122,7 +121,7 @@ def test_a_crash_in_a_library_costs_its_job_alone_and_a_storm_of_them_is_slowed(
             pids |= {first, last}
             assert len(children() - others) <= 4, "never more than the fork server and its three readers"
         assert len(pids) > 2, "the processes were replaced"
-        assert time.monotonic() - began_at > 5 * reader_pool._RESTART_DELAY_S
+        assert time.monotonic() - began_at > 5 * sandbox_pool._RESTART_DELAY_S
 
     run_with(pool, run)
 
@@ -132,7 +131,7 @@ def children() -> set[str]:
 
 
 def test_a_job_that_loops_is_ended_at_its_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.3)
+    monkeypatch.setattr(reader_pool, "JOB_CPU_S", 0.3)
     pool = fork_pool(2)
 
     async def run() -> None:
@@ -146,8 +145,8 @@ def test_a_job_that_loops_is_ended_at_its_cpu_limit(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_cpu_limit_grows_with_the_body_and_waiting_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.2)
-    monkeypatch.setattr(reader_connection, "_DEADLINE_FACTOR", 1000)
+    monkeypatch.setattr(reader_pool, "JOB_CPU_S", 0.2)
+    monkeypatch.setattr(reader_pool, "_DEADLINE_FACTOR", 1000)
     pool = fork_pool(1)
 
     async def run() -> None:
@@ -157,7 +156,7 @@ def test_the_cpu_limit_grows_with_the_body_and_waiting_does_not_count(monkeypatc
         waiting.cancel()
 
     run_with(pool, run)
-    monkeypatch.setattr(reader_connection, "JOB_CPU_S_PER_MIB", 1000.0)
+    monkeypatch.setattr(reader_pool, "JOB_CPU_S_PER_MIB", 1000.0)
     pool = fork_pool(1)
 
     async def run_large() -> None:
@@ -169,8 +168,8 @@ def test_the_cpu_limit_grows_with_the_body_and_waiting_does_not_count(monkeypatc
 
 
 def test_a_job_that_only_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.5)
-    monkeypatch.setattr(reader_connection, "_DEADLINE_FACTOR", 2)
+    monkeypatch.setattr(reader_pool, "JOB_CPU_S", 0.5)
+    monkeypatch.setattr(reader_pool, "_DEADLINE_FACTOR", 2)
     pool = fork_pool(1)
 
     async def run() -> None:
@@ -182,7 +181,7 @@ def test_a_job_that_only_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_job_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_process, "JOB_MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(reader_pool, "JOB_MEMORY_BYTES", 64 << 20)
     pool = fork_pool(1)
 
     async def run() -> None:
@@ -299,6 +298,26 @@ def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
     run_with(pool, run)
 
 
+def test_jobs_fail_when_lost_processes_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their clients held the places of processes that had ended, for which other jobs would have waited for ever."""
+    pool = fork_pool(1)
+
+    async def fail(*_arguments: object) -> Sandbox:
+        raise OSError("no memory")
+
+    async def run() -> None:
+        await pool.run(pid, b"")
+        monkeypatch.setattr(Sandbox, "start", fail)
+        for client in "ab":
+            with pytest.raises(InvalidRequest):
+                await pool.run(crash, b"", client=client)
+        for client in "abc":
+            with pytest.raises(InternalError, match="cannot be started"):
+                await pool.run(echo, b"", client=client)
+
+    run_with(pool, run)
+
+
 def test_readers_inherit_only_their_socket_and_die_with_the_proxy(tmp_path: Path) -> None:
     with (tmp_path / "secret").open("w") as secret:
         os.set_inheritable(secret.fileno(), True)
@@ -307,7 +326,7 @@ def test_readers_inherit_only_their_socket_and_die_with_the_proxy(tmp_path: Path
         async def run() -> None:
             reader = await pool.run(pid, b"")
             fds = {int(fd.name): str(fd.readlink()) for fd in Path(f"/proc/{reader}/fd").iterdir()}
-            assert set(fds) == {0, 1, 2, reader_process.JOBS_FD} and "socket" in fds[reader_process.JOBS_FD]
+            assert set(fds) == {0, 1, 2, CALLS_FD} and "socket" in fds[CALLS_FD]
             status = Path(f"/proc/{reader}/status").read_text()
             assert f"PPid:\t{os.getpid()}" in status
 
@@ -376,22 +395,22 @@ def test_a_client_never_holds_the_last_process(tmp_path: Path, stays: bool) -> N
                 for job in jobs:
                     job.cancel()
             assert await pool.run(echo, b"b", number, client="b") == (b"b", number)
-        assert pool._queue._held["a"] <= 1
+        assert pool._sandboxes._slots._held["a"] <= 1
 
     run_with(pool, run)
 
 
 def test_an_unexpected_error_of_a_connection_costs_no_client_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = fork_pool(1)
-    call = ReaderConnection.call
+    call = Sandbox.call
 
-    async def fail_once(self: ReaderConnection, request: bytes, num_bytes: int) -> msgspec.Raw:
-        monkeypatch.setattr(ReaderConnection, "call", call)
+    async def fail_once(self: Sandbox, *arguments: object) -> object:
+        monkeypatch.setattr(Sandbox, "call", call)
         raise OSError("not expected")
 
     async def run() -> None:
-        monkeypatch.setattr(ReaderConnection, "call", fail_once)
-        with pytest.raises(InternalError, match="could not be read"):
+        monkeypatch.setattr(Sandbox, "call", fail_once)
+        with pytest.raises(OSError, match="not expected"):
             await pool.run(echo, b"", client="a")
         assert await pool.run(echo, b"next", client="a") == (b"next", 0)
 
@@ -446,7 +465,7 @@ def test_a_client_with_too_many_waiting_jobs_is_refused_alone(monkeypatch: pytes
     async def run() -> None:
         jobs = [asyncio.create_task(pool.run(sleep, b"", client="a")) for _ in range(1)]
         await asyncio.sleep(0.05)
-        jobs += [asyncio.create_task(pool.run(sleep, b"", client="a")) for _ in range(6)]
+        jobs += [asyncio.create_task(pool.run(sleep, b"", client="a")) for _ in range(5)]
         await asyncio.sleep(0)
         with pytest.raises(ClientLimitExceeded, match="6 of your requests"):
             await pool.run(echo, b"", client="a")

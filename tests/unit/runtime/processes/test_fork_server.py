@@ -79,7 +79,6 @@ def test_exit_codes_and_signals(monkeypatch: pytest.MonkeyPatch) -> None:
             process.send_signal(number)
             assert await asyncio.gather(process.wait(), process.wait()) == [-number, -number]
             process.send_signal(number)  # it has ended
-            assert process.cpu_s() == 0.0
 
     run(test, monkeypatch)
 
