@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -217,26 +217,23 @@ def replay_against(record: Record, other: Record) -> int:
     one, two = _asked(record), _asked(other)
     for field, value in one.items():
         if value != two[field]:
-            raise ConfigError(
-                f"the records are of different requests: {field} was {str(value)[:100]}, and is {str(two[field])[:100]}"
-            )
+            was, is_ = next((a, b) for a, b in zip_longest(value, two[field], fillvalue="none") if a != b)
+            raise ConfigError(f"the records are of different requests: {field} was {was!r:.100}, and is {is_!r:.100}")
     return report(record, {number: recorded(other, number) for number in range(len(other.sequences))}, "twice")
 
 
-def _asked(record: Record) -> dict[str, object]:
+def _asked(record: Record) -> dict[str, list[Any]]:
     """Returns what the answer follows from, by names for errors."""
     head = record.head
-    media = [
-        ", ".join(f"{each.kind} {each.digest} at {each.spans}" for each in prompt.media) for prompt in head.prompts
-    ]
     return {
-        "the model": head.model_id,
-        "the adapter": head.adapter.digest if head.adapter is not None else "none",
-        "the media": "; ".join(media) or "none",
-        "the prompt": [prompt.token_ids for prompt in head.prompts],
-        "the limits": [prompt.stop for prompt in head.prompts],
-        "the sampling": head.sampling,
-        "the seed": [sequence.seed for sequence in record.sequences],
+        "the model": [head.model_id],
+        "the adapter": [head.adapter.digest] if head.adapter is not None else [],
+        "an image or video": [f"{item.kind} {item.digest}" for prompt in head.prompts for item in prompt.media],
+        "a prompt": [prompt.token_ids for prompt in head.prompts],
+        "a place of an image or video": [item.spans for prompt in head.prompts for item in prompt.media],
+        "a limit": [prompt.stop for prompt in head.prompts],
+        "the sampling": [head.sampling],
+        "a seed": [sequence.seed for sequence in record.sequences],
     }
 
 

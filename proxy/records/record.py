@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -43,8 +43,8 @@ class RecordedMedia(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image or a video of a prompt, without its bytes."""
 
     kind: MediaKind
-    digest: str
-    """Hexadecimal, see `MediaItem.digest`."""
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
+    """See `MediaItem.digest`."""
     spans: tuple[tuple[int, int], ...]
     """See `MediaItem.spans`."""
 

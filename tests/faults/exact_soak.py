@@ -26,7 +26,6 @@ import msgspec
 
 from bench.support.report import Aim, Report, finish, new_parser
 from tandem.deploy.commands.replay import Token
-from tandem.engine.engine_config import EngineConfig
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.proxy.records.record import Record, RecordedSequence, as_float32, decode_record
 from tandem.runtime.files.lora_files import read_adapter
@@ -34,6 +33,7 @@ from tandem.worker.lone_engine import LoneEngine
 from tests.faults.exact_models import ADAPTER, MODELS, make_adapter_of, make_questions
 from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.support.cluster import MODEL, Cluster
+from tests.support.exact_engine import exact_engine
 
 DTYPES = ("bfloat16", "float32")
 NUM_AT_ONCE = 10
@@ -216,8 +216,7 @@ def run(name: str, dtype: str, seconds: float, seed: int, scratch: Path) -> Foun
             asyncio.run(_ask_each(cluster, questions))
         references = {number: _as_recorded(each) for number, [each] in _records(alone).items()}
     else:
-        config = EngineConfig(model=str(folder), dtype=dtype, device="cpu", block_size=16, exact=True)  # type: ignore[arg-type]
-        engine = LoneEngine(config)
+        engine = exact_engine(folder, dtype, block_size=16)
         try:
             references = {number: _computed_alone(engine, each, adapter) for number, each in records.items()}
         finally:

@@ -151,6 +151,7 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, str]]:
         "deep": b"[" * 1_000_000, "other format": good.replace(b"tandem-record-1", b"tandem-record-9"),
         "twice": good + good,
         "media": good.replace(b'"media":[]', b'"media":[{"kind":"image","digest":"","spans":[]}]'),
+        "no digest": good.replace(b'"media":[]', b'"media":[{"kind":"image","digest":"ab\\u001b","spans":[]}]'),
         "no tokens": encoded(record([])),
     }  # fmt: skip
     for name, content in contents.items():
@@ -220,13 +221,13 @@ def test_two_records_of_one_request_are_compared(
 @pytest.mark.parametrize(
     "other, reason",
     [
-        (about_picture("cd" * 32), "the media was image abab"),
-        (record([(1, -0.5)]), "and is none"),
-        (about_picture("ab" * 32, model_id="x"), "the model was digest, and is x"),
+        (about_picture("cd" * 32), f"an image or video was 'image {'ab' * 32}', and is 'image {'cd' * 32}'"),
+        (record([(1, -0.5)]), "and is 'none'"),
+        (about_picture("ab" * 32, model_id="x"), "the model was 'digest', and is 'x'"),
         (about_picture("ab" * 32, sampling=msgspec.structs.replace(SAMPLING, top_k=1)), "the sampling was"),
         (
             Record(about_picture("ab" * 32).head, [msgspec.structs.replace(record([]).sequences[0], seed=12)]),
-            "the seed",
+            "a seed was 11, and is 12",
         ),
     ],
 )
