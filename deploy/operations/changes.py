@@ -54,11 +54,14 @@ async def drain(cluster: Questions, worker_id: str, timeout_s: float, show: Call
     if all(answer.error for answer in answers):
         raise ConfigError(answers[0].error)
     show(f"{worker_id} is draining")
+    epochs: set[str] = set()  # of the processes that drain; another one may get the name, as when the cluster grows
 
     async def has_left(reports: list[StatusReport]) -> bool:
+        named = [each for report in reports for each in report.workers if each.worker.worker_id == worker_id]
+        epochs.update(each.worker.epoch for each in named if each.draining)
         # The launcher counts a worker until its process has ended: a `tandem scale` before that would be wrong.
         has_process = process is not None and (await cluster.processes(ListProcesses())).get(worker_id) == process
-        return worker_id not in _epochs(reports) and not has_process
+        return not has_process and not any(not epochs or each.worker.epoch in epochs for each in named)
 
     await until(cluster, timeout_s, f"{worker_id} has not left", has_left)
     show(f"{worker_id} has left")

@@ -1,7 +1,8 @@
 """Reads the largest bodies in a process of its own, which a library may end: `python -m tests.security.largest_values`.
 
 Arguments: the size of a body in bytes, and kinds of bodies, `batch_file` or `adapter`. Prints `begin NAME` before each
-body, and `end SECONDS BYTES` after it: the CPU time and the memory that reading it took.
+body, and `end SECONDS BYTES` after it: the CPU time and the memory that reading it took. With `--once` before them, a
+field that has the same name and type in several kinds is read with the first of them only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from typing import Any, get_args
+
+from msgspec import inspect
 
 from tandem.proxy.batches.batch_lines import IndexedLine, check_lines, read_lines, request_body
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -31,16 +34,22 @@ from tests.support.noise_model import ensure_noise_model
 LIMITS = ModelLimits(2048, 2048, "m", 64)
 
 
-def main(max_bytes: int, kinds: list[str]) -> None:
+def main(max_bytes: int, kinds: list[str], *, once: bool) -> None:
+    read_before: list[tuple[str, Any]] | None = [] if once else None
     for kind in kinds:
-        for name, work in works(kind, max_bytes):
+        for name, work in works(kind, max_bytes, read_before):
             print(f"begin {kind} {name}", flush=True)
             seconds, num_bytes = measured(work)
             print(f"end {seconds:.3f} {num_bytes}", flush=True)
 
 
-def works(kind: str, max_bytes: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields a name, and what a process of the proxy does with a value."""
+def works(
+    kind: str, max_bytes: int, read_before: list[tuple[str, Any]] | None
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields a name, and what a process of the proxy does with a value.
+
+    read_before: fields that are left out, as names and types; gets those of this kind. None to leave out none.
+    """
     if kind == "batch_file":
         for name, content in batch_files(max_bytes):
             yield name, partial(check_batch, content)
@@ -53,8 +62,18 @@ def works(kind: str, max_bytes: int) -> Iterator[tuple[str, Callable[[], None]]]
     else:
         model = str(ensure_noise_model())
         reader = BodyReader(ModelText(model), ProxyConfig("proxy-0", "", model, "m"))
-        for name, body in bodies(all_structs()[kind], max_bytes):
+        fields = None if read_before is None else new_fields(all_structs()[kind], read_before)
+        for name, body in bodies(all_structs()[kind], max_bytes, fields):
             yield name, partial(read, reader, kind, body)
+
+
+def new_fields(struct: Any, read_before: list[tuple[str, Any]]) -> list[str]:
+    """Returns the fields that are not in `read_before`, and adds them."""
+    body = inspect.type_info(struct)
+    assert isinstance(body, inspect.StructType)
+    new = [field for field in body.fields if (field.encode_name, field.type) not in read_before]
+    read_before += [(field.encode_name, field.type) for field in new]
+    return [field.encode_name for field in new]
 
 
 def read(reader: BodyReader, kind: str, body: bytes) -> None:
@@ -105,4 +124,5 @@ def status_bytes(name: str) -> int:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # of parts that are skipped; what goes to stderr is an error
-    main(int(sys.argv[1]), sys.argv[2:])
+    arguments = [each for each in sys.argv[1:] if each != "--once"]
+    main(int(arguments[0]), arguments[1:], once="--once" in sys.argv)

