@@ -84,8 +84,10 @@ def coincidences(
 def _of_scales(rng: random.Random, fault: NewFault, cluster: ClusterShape, at: float) -> Drawn:
     """A cluster is scaled to other numbers, and sometimes back, before the first change has come about."""
     moments = [at, at + rng.choice([0.01, 0.1, 0.3, 1.0]), at + rng.uniform(1.0, 3.0)][: rng.choice([2, 2, 3])]
-    counts = [(1, 2), (2, 1), (1, 3), (3, 1)]
-    orders = tuple(fault("scale", moment, *rng.choice(counts)) for moment in moments)
+    if not cluster.config.workers:
+        cluster = cluster.with_config(prefill=1, decode=2)
+    to, fro = rng.choice([((2, 1), (1, 2)), ((2, 1), (1, 3)), ((1, 3), (3, 1))])
+    orders = tuple(fault("scale", moment, *(fro if number % 2 else to)) for number, moment in enumerate(moments))
     return replace(cluster, max_latency_s=rng.choice([0.02, 0.08])), orders
 
 
