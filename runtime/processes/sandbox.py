@@ -93,7 +93,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The result of a call, or the error that it raised."""
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # null
@@ -105,7 +105,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _CALL = msgspec.msgpack.Decoder(Call)
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(CallResult)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -189,12 +189,12 @@ def num_data_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * os.sysconf("SC_PAGESIZE")
 
 
-def _answer(call: Call, context: object) -> Answer:
+def _answer(call: Call, context: object) -> CallResult:
     begun_s = time.process_time()
     try:
         with cpu_limit(call.limits.cpu_s):
             result = msgspec.Raw(_ENCODER.encode(_run(call, context)))
-        return Answer(result, cpu_s=time.process_time() - begun_s)
+        return CallResult(result, cpu_s=time.process_time() - begun_s)
     except MemoryError:
         os._exit(EXIT_NO_MEMORY)
     except TandemError as failure:
@@ -204,7 +204,7 @@ def _answer(call: Call, context: object) -> Answer:
         error = InternalError("the request could not be read; see the proxy's log")
     # A message may quote characters of the client that are no Unicode.
     error.message = error.message.encode(errors="replace").decode()
-    return Answer(error=ErrorInfo.of(error), cpu_s=time.process_time() - begun_s)
+    return CallResult(error=ErrorInfo.of(error), cpu_s=time.process_time() - begun_s)
 
 
 def _run(call: Call, context: object) -> object:
@@ -246,7 +246,7 @@ def result_decoder(function: Callable[..., T]) -> msgspec.msgpack.Decoder[T]:
     return msgspec.msgpack.Decoder(get_type_hints(function)["return"])
 
 
-def result_of(function: Callable[..., T], answer: Answer) -> T:
+def result_of(function: Callable[..., T], answer: CallResult) -> T:
     """Raises the call's error."""
     if answer.error is not None:
         raise to_error(answer.error)

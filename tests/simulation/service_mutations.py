@@ -15,7 +15,7 @@ from tests.simulation.mutation import (
     Mutation,
 )
 
-COMMANDS = "deploy/launch/draining.py"
+COMMANDS = "deploy/operations/changes.py"
 ADMISSION, DRAIN, SCHEDULER = "proxy/admission/admission.py", "runtime/drain.py", "worker/worker_scheduler.py"
 
 IN_ORDER = (
@@ -89,8 +89,8 @@ IN_ORDER = (
     Mutation(
         "a drained worker has left while its process runs",
         COMMANDS,
-        "return worker_id not in _epochs(reports) and not has_process",
-        "return worker_id not in _epochs(reports)",
+        "return not has_process and not any(",
+        "return not any(",
     ),
     Mutation(
         "a restart goes on before all proxies can use the worker",
