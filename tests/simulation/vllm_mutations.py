@@ -38,16 +38,16 @@ VLLM = (
         "            token_id = transfer.first_token_ids[0]\n            stream.num_generated += 1\n",
     ),
     Mutation(
-        "with vLLM, sequences whose first token ends them go on",
-        POLICY,
-        "            if request.stop.check(token_id, stream.num_generated) is not None:\n",
-        "            if False:\n",
-    ),
-    Mutation(
         "with vLLM, a prompt keeps its blocks while its sequences wait behind one that needs them",
         POLICY,
         "            yielding = self.outgoing.without_tokens(now)\n",
         "            pass\n",
+    ),
+    Mutation(
+        "two full workers with vLLM wait for each other",
+        POLICY,
+        "yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked else None",
+        "yielding = None",
     ),
     Mutation(
         "with vLLM, sequences that another worker continues are never forgotten",
