@@ -212,7 +212,7 @@ class SimulatedCluster(Machine):
 
     def _on_shown(self, line: str) -> None:
         """What a command prints has to be true: another command, or a person, relies on it."""
-        self.note(f"operator: {line}")
+        self.note(line)
         name, _, what = line.partition(" ")
         process: SimulatedProcess | None = self.workers.get(name) or self.proxies.get(name)
         if what.endswith("is draining"):
