@@ -415,8 +415,9 @@ class SimulatedVllmWorker(SimulatedWorker):
         grammars, adapters = attachments(self.loop, machine.timeline.rng, lambda: self.vllm.wake())
         self.engine = SimulatedEngine(self.loop, own, shape.step_times, False, self._on_corrupt, machine.note)
         self.vllm = SimulatedVllm(
-            blocks, self.engine, on_report, grammars, adapters, config.max_num_batched_tokens, config.max_num_seqs
-        )
+            blocks, self.engine, on_report, grammars, adapters, config.max_num_batched_tokens, config.max_num_seqs,
+            machine.num_cached_tokens.setdefault,
+        )  # fmt: skip
         self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
         host: Any = SimpleNamespace(
             pools=self.pools, pids=self.pids, block_bytes=1024, connectors=connectors, device="cpu",

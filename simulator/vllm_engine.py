@@ -108,7 +108,8 @@ class VllmRequest:
 class SimulatedVllm:
     """Implements `vllm_worker.vllm_worker.EngineHandle`. Orders are carried out between steps, in order.
 
-    compute: runs steps. post: called with each report. max_tokens, max_num_seqs: of a step.
+    compute: runs steps. post: called with each report. max_tokens, max_num_seqs: of a step. on_cached: called with an
+    attempt and how many tokens of its prompt were cached when it began.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class SimulatedVllm:
         adapters: SimulatedAdapters,
         max_tokens: int,
         max_num_seqs: int,
+        on_cached: Callable[[str, int], object],
     ) -> None:
         self.blocks = blocks
         self.requests: dict[str, VllmRequest] = {}
@@ -127,6 +129,7 @@ class SimulatedVllm:
         self._post = post
         self._grammars, self._adapters = grammars, adapters
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
+        self._on_cached = on_cached
         self._orders: deque[Callable[[], None]] = deque()
         self._numbers = itertools.count()
         self._step: list[tuple[VllmRequest, int]] | None = None
@@ -316,6 +319,7 @@ class SimulatedVllm:
         request.num_computed = len(cached) * self.blocks.block_size
         if request.num_cached is None:  # after a preemption it finds its own blocks
             request.num_cached = request.num_computed
+            self._on_cached(request.order.message.attempt_ids[request.order.number], request.num_computed)
 
     def _allocate(self, request: VllmRequest) -> bool:
         """Allocates blocks for a prompt whose KV comes from another worker, if there are enough."""
