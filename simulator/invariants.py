@@ -201,7 +201,7 @@ class Invariants:
             elif record not in gets_prompts and not record.draining and self._is_calm(proxy.loop, worker.loop):
                 yield "a worker that is in reach gets no prompts", details, SOON_S
             role = roles.get(record.worker.worker_id, record.role)
-            # An operator may have changed the role just after the launcher did, which then trusts its own order for a while.
+            # An operator may have changed the role just after the launcher did, which trusts its own order for a while.
             is_ordered = launcher.is_ready and now < launcher.launcher._workers._ordered.get(
                 record.worker.worker_id, 0.0
             )
