@@ -6,8 +6,8 @@ A script is a list of steps, divided by blank lines. A step has one event, a lin
     ----
     allocate t
 
-Lines that begin with # are comments. `check` compares; `python -m tests.support.scripts` writes what the machines do now
-into all scripts, so that a change can be read as a diff.
+Lines that begin with # are comments. `check` compares. `python -m tests.support.scripts` writes what the machines do
+now into all scripts, so that a change can be read as a diff.
 """
 
 from __future__ import annotations

@@ -9,19 +9,16 @@ from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToPeer, SendToProxy
-from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.dispatch import PrepareDecode, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
     CloseTransfer,
     FinishTransfer,
-    KVRefused,
     KVReserved,
     ReserveKV,
     ShipKV,
 )
-from tests.unit.decode_worker.test_limits import messages
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])
@@ -112,25 +109,3 @@ def test_a_block_for_each_running_sequence_stays_free() -> None:
     assert scheduler.blocks.num_free == 3
     assert ask(scheduler, "e") == [] and not scheduler.is_idle
     assert reserved(scheduler.on_abort("p", "b0")) == ["e"], "three run, and four blocks were free"
-
-
-def test_a_transfer_that_arrives_after_the_end_of_its_request_is_refused() -> None:
-    scheduler = new_scheduler()
-    message = PrepareDecode(
-        "p", ["a0"], "a", pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(3), 9.0,
-        prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt="a",
-    )  # fmt: skip
-    scheduler.on_prepare(0.0, message)
-    scheduler.on_abort("p", "a0")
-    [refused] = messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVRefused)
-    assert refused.transfer_id == "a"
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_a_transfer_whose_request_does_not_arrive_is_given_up() -> None:
-    scheduler = new_scheduler()
-    assert not messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVReserved)
-    assert scheduler.on_tick(UNCLAIMED_TIMEOUT_S - 0.1) == []
-    [refused] = messages(scheduler.on_tick(UNCLAIMED_TIMEOUT_S), KVRefused)
-    assert refused.transfer_id == "a" and "did not arrive" in refused.error.message
-    assert scheduler.on_tick(2 * UNCLAIMED_TIMEOUT_S) == []

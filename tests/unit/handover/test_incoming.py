@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ShipKV
-from tandem.runtime.errors import KVTransferFailed
 
 CACHED, WRITTEN = [1, 2], [10, 11, 12, 13, 14]
 
@@ -31,34 +29,6 @@ def request(num_sequences: int) -> PrepareDecode:
         "p", ids, "t", pack_token_ids([1, 2]), SamplingParams(), [0] * num_sequences, StopConditions(3), 9.0,
         prefill_worker_id="x", prefill_epoch="x",
     )  # fmt: skip
-
-
-def test_blocks_are_announced_behind_the_cached_ones_in_order() -> None:
-    transfer = reserved()
-    assert transfer.announce(ship(2, 1)) == [10]
-    assert transfer.announce(ship(3, 3, checksums=[7, 8, 9])) == [11, 12, 13]
-    assert list(transfer.receives) == [(0, 1), (0, 3)] and transfer.blocks.num_announced == 4
-    assert transfer.announce(ship(6, 1)) == [14]
-
-
-@pytest.mark.parametrize(
-    ("message", "why"),
-    [
-        (ship(2, 1, pair_id="other"), "belongs to another pair"),
-        (ship(2, 0), "a shipment of 0 blocks"),
-        (ship(2, -1), "a shipment of -1 blocks"),
-        (ship(1, 1), "1 blocks from 1 on arrived out of order"),
-        (ship(3, 1), "1 blocks from 3 on arrived out of order"),
-        (ship(2, 6), "6 blocks from 2 on arrived out of order"),
-        (ship(2, 2, checksums=[7]), "1 checksums arrived for 2 blocks"),
-        (ship(2, 1, checksums=[7, 8]), "2 checksums arrived for 1 blocks"),
-    ],
-)
-def test_an_announcement_that_cannot_be_true_is_refused_and_changes_nothing(message: ShipKV, why: str) -> None:
-    transfer = reserved()
-    with pytest.raises(KVTransferFailed, match=why):
-        transfer.announce(message)
-    assert not transfer.receives and transfer.announce(ship(2, 5)) == WRITTEN
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=5), st.integers(0, 8), st.booleans())
@@ -90,27 +60,3 @@ def test_arrived_blocks_are_kept_up_to_the_first_gap(
     transfer.is_given_up = True
     assert transfer.keep(num_full_blocks - len(CACHED)) == kept
     assert kept + transfer.open_block_ids == WRITTEN
-
-
-def test_a_peer_that_has_stopped_writes_nothing_but_what_is_on_its_way() -> None:
-    transfer = reserved()
-    assert transfer.may_still_be_written
-    transfer.peer_stopped = True
-    assert not transfer.may_still_be_written
-    transfer.announce(ship(2, 2))
-    assert transfer.may_still_be_written
-    transfer.on_received(is_whole=False)
-    assert not transfer.may_still_be_written
-    assert not IncomingTransfer("t", pair_id="pair").may_still_be_written, "it does not know where"
-
-
-def test_the_end_of_a_transfer_must_fit_its_request() -> None:
-    transfer = reserved(2)
-    transfer.first_token_ids = [5, 6]
-    assert transfer.why_unusable() is None
-    transfer.position_offset = 4
-    assert "position offset for a prompt without media" in str(transfer.why_unusable())
-    for number in (1, 3):
-        other = reserved(number)
-        other.first_token_ids = [5, 6]
-        assert f"2 first tokens for {number} sequences" in str(other.why_unusable())

@@ -1,13 +1,14 @@
 """The hand-over's machines, by the scripts in `scripts/` (`tests.support.scripts` says what a script is).
 
-Events, with a transfer's name first and times as t=SECONDS:
+Events have the name of a transfer first. `t=5` is the time. Blocks of several groups are divided by `/`.
 
-    incoming_*.txt   prepare NAME ATTEMPT... [adapter=X] [media], reserve NAME PAIR [adapter=X], allocated NAME CACHED WRITTEN,
-                     ship NAME PAIR FIRST COUNT [group=N], received NAME [broken], corrupt NAME, finish NAME TOKEN... [offset=N],
-                     close NAME, ended NAME, pair lost PAIR [stopped], prefill lost EPOCH, keep NAME COUNT, tick, state
-    outgoing_*.txt   add NAME PAIR BLOCKS ATTEMPT..., begun NAME, computed NAME BLOCK..., token NAME ATTEMPT TOKEN [last],
-                     ended NAME ATTEMPT, reserved NAME CACHED BLOCK..., refused NAME, shipped NAME [broken], renewed PAIR NAME...,
-                     end NAME, pair lost PAIR, tick, state
+    incoming_*.txt   prepare NAME ATTEMPT... [adapter=X] [media], reserve NAME PAIR [adapter=X], allocated NAME CACHED
+                     WRITTEN, ship NAME PAIR FIRST COUNT [group=N], received NAME [broken], corrupt NAME,
+                     finish NAME TOKEN... [offset=N], close NAME, ended NAME, pair lost PAIR [stopped],
+                     prefill lost EPOCH, keep NAME COUNT, wanted PAIR, tick, state
+    outgoing_*.txt   add NAME PAIR NUMBER ATTEMPT..., begun NAME, computed NAME BLOCKS, token NAME ATTEMPT TOKEN [last],
+                     ended NAME ATTEMPT, reserved NAME CACHED BLOCKS, refused NAME, shipped NAME [broken],
+                     renewed PAIR NAME..., end NAME, pair lost PAIR, tick, state
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def incoming() -> Play:
         name, *attempts = words.words
         adapter = AdapterRef(words.options["adapter"], "") if "adapter" in words.options else None
         request = PrepareDecode(
-            "proxy", attempts, name, pack_token_ids([1, 2]), SamplingParams(), [0] * len(attempts), StopConditions(9), 9.0,
-            prefill_worker_id="p", prefill_epoch="p1", adapter=adapter, media=media,
+            "proxy", attempts, name, pack_token_ids([1, 2]), SamplingParams(), [0] * len(attempts), StopConditions(9),
+            9.0, prefill_worker_id="p", prefill_epoch="p1", adapter=adapter, media=media,
         )  # fmt: skip
         if (error := transfers.why_refused(request)) is not None:
             return [Call("refuse", name, error)]
@@ -231,9 +232,12 @@ def outgoing() -> Play:
         lines = []
         for each in transfers._by_id.values():
             groups = "/".join(f"{group.num_shipped} of {group.num_blocks}" for group in each.groups)
-            flags = [word for word in ("reserve_sent", "finish_sent", "ended") if getattr(each, word)]
-            lines.append(f"{each.transfer_id}: {groups} shipped, {each.num_ships_in_flight} in flight {' '.join(flags)}".rstrip())
-        stuck = [each.transfer_id if each is not None else "none" for each in (transfers.unanswered(now), transfers.without_tokens(now))]
+            words = [word for word in ("reserve_sent", "finish_sent", "ended") if getattr(each, word)]
+            lines.append(
+                " ".join([f"{each.transfer_id}: {groups} shipped, {each.num_ships_in_flight} in flight", *words])
+            )
+        found = transfers.unanswered(now), transfers.without_tokens(now)
+        stuck = [each.transfer_id if each is not None else "none" for each in found]
         full = sorted(transfers.full_pairs())
         return [*lines, f"full: {_listed(full)}, unanswered: {stuck[0]}, without tokens: {stuck[1]}"]
 

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.handover.actions import Receive
-from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
-from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReservedBlocks, ReserveKV, ShipKV
-from tandem.runtime.errors import KVTransferFailed, WorkerLost
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
@@ -172,23 +169,6 @@ def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
     assert worker.incoming.on_close_transfer("t") == []
 
 
-def test_blocks_are_kept_while_they_are_received() -> None:
-    worker, order = reserved("a")
-    ship(worker)
-    assert failures(worker.incoming.on_close_transfer("t")) == {}, "prefill tells the proxy why"
-    assert not worker.is_idle and worker.num_decoding == 0
-    assert worker.incoming.on_received("t", None) == [EndReceiving(order.engine_id)] and worker.is_idle
-
-
-def test_close_transfer_after_all_has_arrived() -> None:
-    worker, order = reserved("a")
-    ship(worker)
-    worker.incoming.on_received("t", None)
-    worker.incoming.on_finish_transfer(FINISH)
-    assert worker.incoming.on_close_transfer("t") == [], "the sequence runs"
-    assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
-
-
 def test_finish_transfer_before_the_engine_has_allocated() -> None:
     worker, order = added("a")
     assert worker.incoming.on_finish_transfer(FINISH) == []
@@ -196,93 +176,11 @@ def test_finish_transfer_before_the_engine_has_allocated() -> None:
     assert to_peer(actions) == [KVReserved("t", [ReservedBlocks(0, [1, 2, 3])])]
 
 
-def test_a_second_reservation_changes_nothing() -> None:
-    worker, _ = reserved("a")
-    assert worker.incoming.on_reserve(2.0, RESERVE) == []
-    ship(worker)
-
-
-def test_a_second_request_for_a_transfer() -> None:
-    worker, _ = reserved("a")
-    assert "exists already" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
-    worker.on_abort("proxy", "a")
-    assert "may still write" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
-    worker.incoming.on_close_transfer("t")
-    assert "given up" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
-
-
-def test_a_reservation_that_no_request_claims() -> None:
-    worker = scheduler()
-    worker.incoming.on_reserve(5.0, RESERVE)
-    assert worker.incoming.wanted_ids("pair") == ["t"]
-    assert worker.on_tick(5.0) == []
-    assert refused(worker.on_tick(5.0 + UNCLAIMED_TIMEOUT_S)) and worker.is_idle
-    assert "given up" in failures(worker.on_prepare(40.0, prompt("a")))["a"]
-
-
 def test_the_deadline_passes() -> None:
     worker, order = reserved("a", "b", deadline_s=2.0)
     actions = worker.on_tick(2.0)
     assert set(failures(actions)) == {"a", "b"} and refused(actions)
     assert actions.count(AbortRequests([order.engine_id])) == 1
-
-
-@pytest.mark.parametrize("peer_stopped", [False, True])
-def test_a_lost_pair(peer_stopped: bool) -> None:
-    worker, order = reserved("a", "b")
-    actions = worker.incoming.on_pair_lost("pair", "it broke", peer_stopped)
-    assert set(failures(actions)) == {"a", "b"} and refused(actions) != peer_stopped
-    assert (EndReceiving(order.engine_id) in actions) == peer_stopped == worker.is_idle
-
-
-def test_a_lost_prefill_worker_before_its_reservation() -> None:
-    worker = scheduler()
-    worker.on_prepare(0.0, prompt("a"))
-    assert worker.incoming.on_prefill_lost("another") == []
-    [message] = to_proxy(worker.incoming.on_prefill_lost("p1"))
-    assert isinstance(message.error.to_error(), WorkerLost) and worker.is_idle
-
-
-@pytest.mark.parametrize("is_corrupt", [False, True])
-def test_blocks_that_do_not_arrive(is_corrupt: bool) -> None:
-    worker, order = reserved("a")
-    ship(worker, num_blocks=1)
-    error = KVTransferFailed("no")
-    actions = worker.incoming.on_corrupt("t", error) if is_corrupt else worker.incoming.on_received("t", error)
-    assert failures(actions) == {"a": "no"} and refused(actions) == is_corrupt
-    assert (EndReceiving(order.engine_id) in actions) != is_corrupt, "over a broken path nothing is written"
-
-
-@pytest.mark.parametrize("first", [1, 3])
-def test_blocks_out_of_order(first: int) -> None:
-    worker, _ = reserved("a")
-    with pytest.raises(KVTransferFailed, match="out of order"):
-        worker.incoming.on_ship(ShipKV("pair", 0, "t", first, 1))
-    with pytest.raises(KVTransferFailed, match="not open"):
-        worker.incoming.on_ship(ShipKV("pair", 0, "another", 0, 1))
-
-
-def test_a_wrong_number_of_first_tokens() -> None:
-    worker, order = reserved("a")
-    ship(worker)
-    worker.incoming.on_received("t", None)
-    actions = worker.incoming.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
-    assert "2 first tokens for 1" in failures(actions)["a"] and worker.is_idle
-    ends = [each for each in actions if isinstance(each, AbortRequests | EndReceiving)]
-    assert ends == [AbortRequests([order.engine_id]), EndReceiving(order.engine_id)]
-
-
-@pytest.mark.parametrize("reserve_first", [False, True])
-def test_another_adapter(reserve_first: bool) -> None:
-    worker = scheduler()
-    adapted = prompt("a", adapter=AdapterRef("digest", "/loras/poet"))
-    if reserve_first:
-        worker.incoming.on_reserve(0.0, RESERVE)
-        assert "another LoRA adapter" in failures(worker.on_prepare(0.0, adapted))["a"]
-    else:
-        worker.on_prepare(0.0, adapted)
-        actions = worker.incoming.on_reserve(0.0, RESERVE)
-        assert "another LoRA adapter" in failures(actions)["a"] and refused(actions) and worker.is_idle
 
 
 @pytest.mark.parametrize("receiver_ended", [False, True])

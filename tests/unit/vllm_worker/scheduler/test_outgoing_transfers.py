@@ -64,38 +64,6 @@ def test_chunks_are_shipped_while_the_next_computes() -> None:
     assert worker.is_idle and (worker.num_finished, worker.num_shipped) == (1, 1)
 
 
-def test_decode_answers_late_and_has_the_first_blocks() -> None:
-    worker, [order] = begun("a")
-    assert to_peer(finished(worker, order)) == [], "not before decode has answered"
-    ship, finish = worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(2, [3])]))
-    assert ship == Ship(PAIR, "t", 2, [7], [3]) and to_peer([finish]) == [FinishTransfer("t", 10, [70])]
-    assert worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(2, [9])])) == [], "an answer counts once"
-
-
-def test_decode_has_all_blocks() -> None:
-    worker, [order] = begun("a")
-    finished(worker, order)
-    actions = worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(3, [])]))
-    assert to_peer(actions) == [FinishTransfer("t", 10, [70])] and actions[-1] == EndShipping(order.engine_id)
-    assert worker.is_idle
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        KVReserved("t", [ReservedBlocks(4, [])]),
-        KVReserved("t", [ReservedBlocks(1, [1])]),
-        KVReserved("t", [ReservedBlocks(0, [1] * 4)]),
-    ],
-)
-def test_a_wrong_number_of_blocks(answer: KVReserved) -> None:
-    worker, [order] = begun("a")
-    actions = worker.outgoing.on_reserved(answer)
-    assert "for a prompt of 3" in failures(actions)["a"]
-    assert to_peer(actions) == [CLOSE] and worker.is_idle
-    assert EndShipping(order.engine_id) in actions and AbortRequests([order.engine_id]) in actions
-
-
 def test_sequences_share_one_transfer() -> None:
     worker, [a, b] = begun("a", "b")
     assert (a.ships, b.ships) == (True, False)
@@ -137,16 +105,6 @@ def test_first_tokens_that_stop() -> None:
     assert to_peer(actions) == [], "a shipment is in flight"
     assert to_peer(worker.outgoing.on_shipped("t", None)) == [CLOSE], "decode has nothing to do"
     assert worker.is_idle and worker.num_shipped == 0
-
-
-def test_blocks_are_kept_while_they_are_read() -> None:
-    worker, [order] = begun("a")
-    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
-    worker.on_report(0.5, report(computed=ComputedBlocks(order.engine_id, [5, 6])))
-    assert worker.on_abort("proxy", "a") == [AbortRequests([order.engine_id])]
-    assert not worker.is_idle
-    actions = worker.outgoing.on_shipped("t", None)
-    assert actions[0] == EndShipping(order.engine_id) and to_peer(actions) == [CLOSE] and worker.is_idle
 
 
 @pytest.mark.parametrize("has_token", [False, True])
@@ -211,20 +169,6 @@ def test_an_error_of_another_request_ends_its_sequence() -> None:
     worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     assert failures(worker.on_report(1.0, report(output(b.engine_id, error="it broke")))) == {"b": "it broke"}
     assert to_peer(finished(worker, a)) == [FinishTransfer("t", 10, [70, 0])]
-
-
-def test_a_pair_is_lost_before_the_prompt_begins() -> None:
-    worker = scheduler()
-    [order] = orders(worker.on_start(0.0, start(["a"]), PAIR, False))
-    assert worker.outgoing.on_pair_lost("another", "it broke") == []
-    actions = worker.outgoing.on_pair_lost(PAIR, "it broke")
-    assert "it broke" in failures(actions)["a"] and to_peer(actions) == [], "decode knows nothing of it"
-    assert worker.on_report(0.0, report(begun=[order.engine_id])) == [] and worker.is_idle
-
-
-def test_a_transfer_begins_once() -> None:
-    worker, _ = begun("a")
-    assert "transfer t exists" in failures(worker.on_start(0.0, start(["b"]), PAIR, False))["b"]
 
 
 def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
