@@ -235,7 +235,7 @@ def test_sharded_layers_are_fused_around_their_sums(tmp_path: Path, monkeypatch:
     num_sums = 0
     assert is_fused(runner) == [True, True]
     assert generate(runner) == expected
-    assert num_sums == 4 * 2 * 2
+    assert num_sums == 3 * 2 * 2
 
 
 def check_adapters(family: str, folder: Path) -> None:
