@@ -24,7 +24,7 @@ from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.router import NeverInTime, SLOUnreachable
+from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MadeMedia, MediaLease
 from tandem.proxy.media.media_source_bytes import HeldSources
@@ -152,15 +152,14 @@ class MediaPool:
         SLOUnreachable, ClientShareExceeded or Overloaded if there is no room or the process dies again and again,
         WorkerLost if the cache died twice.
         """
-        is_alone = not self._places and not self._jobs
         try:
             async with asyncio.timeout(self._ttft_slo_s) as limit:
                 return await self._read_again_if_lost(kind, body, limits, client, cache_scope)
         except TimeoutError as error:
             if self._ttft_slo_s is None or not limit.expired():
                 raise
-            late = SLOUnreachable(self._ttft_slo_s, 0.0)
-            raise (NeverInTime(self._ttft_slo_s, self._ttft_slo_s) if is_alone else late) from error
+            # Also if nothing else was read: the process may have been starting or stopped, so trying again may help.
+            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
 
     async def _read_again_if_lost(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
