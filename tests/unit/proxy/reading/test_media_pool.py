@@ -322,14 +322,13 @@ def test_a_late_request_is_refused_and_its_job_cancelled(tmp_path: Path) -> None
         job = await pool.job()
         with pytest.raises(SLOUnreachable) as late:
             await reading
-        assert late.value.is_lasting, "nothing else was read"
+        assert not late.value.is_lasting, "the process may have been starting, so trying again may help"
         assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
         assert pool.num_waiting == 1, "the lease is held until the process has answered"
         reading = pool.begin()
         beside = await pool.job()
-        with pytest.raises(SLOUnreachable) as late:
+        with pytest.raises(SLOUnreachable):
             await reading
-        assert not late.value.is_lasting, "it was read beside another one"
         pool.answer(beside, InvalidRequest("cancelled"))
         cache.released.clear()
         pool.answer(job, InvalidRequest("cancelled"))
