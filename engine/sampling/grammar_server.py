@@ -66,22 +66,30 @@ class GrammarServer:
             channel, other = open_channel()
             with contextlib.closing(other), contextlib.ExitStack() as on_error:
                 on_error.callback(channel.close)
-                process = asyncio.run(self._fork(other.fileno(), deadline - time.monotonic()))
+                started = asyncio.run(self._fork(other.fileno(), deadline - time.monotonic()))
+                if isinstance(started, str):
+                    raise self._not_started(started)
                 on_error.pop_all()
-            return OpenGrammar(process, RankChannel(channel, Codec(Mask)))
-        except (ForkServerLost, OSError) as error:
-            if self._is_closed:
-                raise InternalError("grammars are no longer compiled, because the worker ends") from error
-            raise InternalError(f"the process for grammars does not start: {first_line(error)}") from error
+            return OpenGrammar(started, RankChannel(channel, Codec(Mask)))
+        except OSError as error:
+            raise self._not_started(first_line(error)) from error
         finally:
             if self._is_closed:
                 self._server.close()
             self._lock.release()
 
-    async def _fork(self, fd: int, timeout_s: float) -> ForkedProcess:
-        """Raises ForkServerLost, OSError; TimeoutError is one."""
-        async with asyncio.timeout(timeout_s):
-            return await self._server.start(ENTRY, {CALLS_FD: fd})
+    async def _fork(self, fd: int, timeout_s: float) -> ForkedProcess | str:
+        """Returns why there is no process, because an error that leaves `asyncio.run` is in a cycle with its task."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._server.start(ENTRY, {CALLS_FD: fd})
+        except (ForkServerLost, OSError) as error:  # TimeoutError is one
+            return first_line(error)
+
+    def _not_started(self, reason: str) -> InternalError:
+        if self._is_closed:
+            return InternalError("grammars are no longer compiled, because the worker ends")
+        return InternalError(f"the process for grammars does not start: {reason}")
 
     def close(self) -> None:
         """Ends the fork server. One that is being started ends when it has started."""
