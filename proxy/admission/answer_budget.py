@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InvalidRequest
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -16,11 +15,12 @@ MAX_HELD_BYTES = 2 << 30
 UNCOUNTED_BYTES = 1 << 20
 """Bytes of each answer that do not count, so that small answers are not refused because others are large. The number
 of connections limits them."""
+_CLIENT_SHARE = 0.5
 _RETRY_AFTER_S = 5
 
 
 class AnswerBudget:
-    """num_held_bytes: of all answers, as far as they count. One client may hold CLIENT_SHARE of max_held_bytes."""
+    """num_held_bytes: of all answers, as far as they count."""
 
     def __init__(self, max_bytes: int = MAX_ANSWER_BYTES, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -36,7 +36,7 @@ class AnswerBudget:
 
     def hold(self, client: str, num_bytes: int) -> None:
         """Raises ClientLimitExceeded or QueueFull."""
-        max_of_client = int(CLIENT_SHARE * self._max_held_bytes)
+        max_of_client = int(_CLIENT_SHARE * self._max_held_bytes)
         if self._by_client[client] + num_bytes > max_of_client:
             raise ClientLimitExceeded(
                 f"Your answers would take more than {max_of_client >> 20} MiB; read them before the next request.",

@@ -249,10 +249,10 @@ def test_memory_for_an_answer_is_reserved_before_its_prompt_is_dispatched() -> N
         [start] = await starts(cluster, 1)
         num_reserved = budget.num_held_bytes
         assert 5_000_000 < num_reserved < 10_000_000
-        budget.hold("", 30_000_000 - num_reserved)
+        budget.hold("", 20_000_000 - num_reserved)
         with pytest.raises(ClientLimitExceeded):
             await whole(answers_to(cluster, read(cluster, **large)))
-        budget.hold("other", 5_000_000)
+        budget.hold("other", 15_000_000)
         with pytest.raises(QueueFull):
             budget.hold("third", 15_000_000)
         assert len(cluster.pool.of(StartPrefill)) == 1

@@ -51,7 +51,7 @@ def test_a_whole_answer_waits_outside_the_transport() -> None:
 
 def test_a_client_that_disconnects_releases_its_answer() -> None:
     async def test() -> None:
-        budget = AnswerBudget(max_held_bytes=2 * SIZE)  # three quarters of it are for one client
+        budget = AnswerBudget(max_held_bytes=3 * SIZE)  # half of it is for one client
         async with served(app_with(budget)) as server:
             _, silent = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
             silent.write(GET)
@@ -72,7 +72,7 @@ def test_no_route_can_forget_to_count() -> None:
         return Response(b"a" * SIZE, headers={"x-own": "1"}, media_type="text/plain", status_code=201)
 
     async def test() -> None:
-        budget = AnswerBudget(max_held_bytes=3 * SIZE)
+        budget = AnswerBudget(max_held_bytes=4 * SIZE)
         async with served(starlette_app([ApiRoute("GET", "/", forgets)], None, budget)) as server:
             silent = [await asyncio.open_connection("127.0.0.1", server.port, limit=1024) for _ in range(5)]
             for number, (_, writer) in enumerate(silent[:2], start=1):
@@ -94,13 +94,13 @@ def test_no_route_can_forget_to_count() -> None:
 def test_one_client_cannot_use_all_of_it() -> None:
     async def test() -> None:
         budget = AnswerBudget(max_held_bytes=100)
-        budget.hold("a", 75)
+        budget.hold("a", 50)
         with pytest.raises(ClientLimitExceeded, match="Your answers"):
             budget.hold("a", 1)
-        budget.hold("b", 25)
+        budget.hold("b", 50)
         with pytest.raises(QueueFull, match="all memory"):
             budget.hold("c", 1)
-        budget.release("a", 75)
+        budget.release("a", 50)
         budget.hold("c", 50)
 
     play(test)

@@ -8,21 +8,19 @@ from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
-from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InvalidRequest
 
 MIB = 1 << 20
 
 
-def test_a_client_holds_its_share_of_the_memory_in_any_number_of_answers() -> None:
+def test_a_client_holds_half_of_the_memory_in_any_number_of_answers() -> None:
     budget = AnswerBudget(max_held_bytes=100 * MIB)
-    share = int(100 * CLIENT_SHARE)  # the share of one client is the same everywhere
-    for _ in range(share // 5):
-        budget.hold("a", 5 * MIB)
-    with pytest.raises(ClientLimitExceeded, match=f"more than {share} MiB"):
+    for _ in range(5):
+        budget.hold("a", 10 * MIB)
+    with pytest.raises(ClientLimitExceeded, match="more than 50 MiB"):
         budget.hold("a", 1)
-    assert budget.num_held_bytes == share * MIB, "what is refused is not counted"
-    budget.hold("b", (100 - share) * MIB)
+    assert budget.num_held_bytes == 50 * MIB, "what is refused is not counted"
+    budget.hold("b", 50 * MIB)
     budget.release("a", 10 * MIB)
     budget.hold("a", 10 * MIB)
 
@@ -45,8 +43,8 @@ def test_the_first_mebibyte_of_an_answer_does_not_count() -> None:
         answer.reserve(UNCOUNTED_BYTES)
         answer.grow(UNCOUNTED_BYTES)
     assert budget.num_held_bytes == 0
-    answers[0].grow(3 * MIB)
-    assert budget.num_held_bytes == 3 * MIB
+    answers[0].grow(2 * MIB)
+    assert budget.num_held_bytes == 2 * MIB
     with pytest.raises(ClientLimitExceeded):
         answers[1].grow(1)
 
