@@ -16,6 +16,8 @@ UNCOUNTED_BYTES = 1 << 20
 """Bytes of each answer that do not count, so that small answers are not refused because others are large. The number
 of connections limits them."""
 _CLIENT_SHARE = 0.5
+"""Less than `runtime.client_share.CLIENT_SHARE`: answers of three quarters of the memory may have so many sequences
+that one client fills the limit on those that wait for a first token, which knows no clients."""
 _RETRY_AFTER_S = 5
 
 
