@@ -77,7 +77,7 @@ def test_a_prompt_that_ends_engines_is_refused_and_no_other(
 
 
 def _serve_with(mutation: Mutation) -> None:
-    """In a forked process."""
+    """In a process of its own."""
     apply(mutation)
     for end in ("not named", "exit 0"):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -91,7 +91,7 @@ def _serve_with(mutation: Mutation) -> None:
 @pytest.mark.parametrize("mutation", FAILURES, ids=lambda mutation: mutation.what)
 def test_a_fault_that_excuses_such_an_end_is_shown(mutation: Mutation) -> None:
     compile(mutated(mutation), mutation.file, "exec")
-    process = multiprocessing.get_context("fork").Process(target=_serve_with, args=(mutation,))
+    process = multiprocessing.get_context("spawn").Process(target=_serve_with, args=(mutation,))
     process.start()
     process.join(300)
     assert process.exitcode == _SHOWN
