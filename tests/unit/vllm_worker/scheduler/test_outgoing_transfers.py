@@ -26,7 +26,7 @@ from tandem.vllm_worker.scheduler.engine_orders import (
 )
 from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 from tests.unit.vllm_worker.scheduler.one_worker import failures, orders, output, report, scheduler, to_peer, to_proxy
-from tests.unit.vllm_worker.scheduler.prompts import start
+from tests.unit.vllm_worker.scheduler.prompts import prepare, start
 
 PAIR = "pair"
 BLOCKS = [5, 6, 7]
@@ -188,3 +188,17 @@ def test_a_prompt_whose_other_sequences_find_no_blocks_yields() -> None:
     assert to_proxy(actions) == [AttemptPreempted("a"), AttemptPreempted("b")]
     assert AbortRequests([a.engine_id]) in actions
     assert EndShipping(a.engine_id) in worker.outgoing.on_shipped("t", None) and worker.is_idle
+
+
+def test_a_prompt_yields_its_blocks_to_one_that_comes_from_a_full_worker() -> None:
+    """Two full workers that ship to each other would wait for each other."""
+    worker, [order] = begun("a")
+    finished(worker, order)
+    worker.on_report(1.0, report(num_running=1))
+    assert worker.on_tick(2.5) == [], "nothing waits for blocks here"
+    arriving = prepare(start(["b"], transfer_id="u"))
+    worker.on_prepare(2.5, arriving)
+    worker.incoming.on_reserve(2.5, ReserveKV(PAIR, "u", 10))
+    actions = worker.on_tick(2.6)
+    assert to_proxy(actions) == [AttemptPreempted("a")] and EndShipping(order.engine_id) in actions
+    assert worker.incoming.is_blocked and not worker.outgoing
