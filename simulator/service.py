@@ -77,7 +77,8 @@ class ServiceRules:
         if len(away) > orderly.max_away and cluster.timeline.now > START_S:
             yield "too many workers are away in order", ", ".join(away), 0
         for proxy in cluster.proxies.values() if not orderly.max_away else ():
-            if self._has_run(proxy, cluster.timeline.now) and (missing := proxy.table.why_not_ready()) is not None:
+            has_run = hasattr(proxy, "control") and self._has_run(proxy, cluster.timeline.now)
+            if has_run and (missing := proxy.table.why_not_ready()) is not None:
                 yield "the cluster does not serve in order", f"{proxy.name}: {missing}", OPEN_S
 
     def _unconnected(self, away: list[str]) -> list[str]:
