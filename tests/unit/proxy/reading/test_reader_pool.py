@@ -298,7 +298,7 @@ def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
     run_with(pool, run)
 
 
-def test_jobs_fail_when_lost_processes_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_fail_when_lost_processes_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clients held the places of processes that had ended, for which other jobs would have waited for ever."""
     pool = fork_pool(1)
 
@@ -306,7 +306,11 @@ def test_jobs_fail_when_lost_processes_cannot_be_replaced(monkeypatch: pytest.Mo
         raise OSError("no memory")
 
     async def run() -> None:
-        await pool.run(pid, b"")
+        both = [asyncio.ensure_future(pool.run(until, os.fsencode(tmp_path / name), client=name)) for name in "ab"]
+        await begun(tmp_path, "a", "b")  # else the second process may still be starting when the first one is lost
+        for name in "ab":
+            (tmp_path / name).touch()
+        await asyncio.gather(*both)
         monkeypatch.setattr(Sandbox, "start", fail)
         for client in "ab":
             with pytest.raises(InvalidRequest):
