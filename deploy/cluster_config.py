@@ -18,8 +18,7 @@ from msgspec import Meta
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.kv_transfer.registry import check_name
-from tandem.kv_transfer.tiers.store_url import parse_store_url
-from tandem.kv_transfer.tiers.tier import TiersConfig
+from tandem.kv_transfer.tiers.tier import TiersConfig, parse_store_url
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys

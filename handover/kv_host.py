@@ -9,7 +9,7 @@ from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVConnector, KVReceiver, KVSender, OnDone
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
-from tandem.runtime.processes.exits import WatchExit
+from tandem.runtime.processes.lifetime import WatchExit
 
 
 class KVPools(Protocol):

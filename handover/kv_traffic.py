@@ -7,21 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import msgspec
 
 from tandem.handover.actions import A, Actions, Receive, SendToPeer, Ship
 from tandem.handover.incoming import IncomingTransfers
-from tandem.handover.kv_host import KVHost
+from tandem.handover.incoming_pairs import (
+    AcceptPair,
+    IncomingPairAction,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    SendToSender,
+    StopReceiver,
+)
+from tandem.handover.kv_host import KVHost, KVPools
 from tandem.handover.outgoing import OutgoingTransfers
-from tandem.handover.pairs.incoming import IncomingPairs
-from tandem.handover.pairs.incoming_table import IncomingPairTable
-from tandem.handover.pairs.outgoing import OutgoingPairs
-from tandem.handover.pairs.outgoing_table import OutgoingPairTable
-from tandem.handover.pairs.reported_pairs import ReportedPairs
+from tandem.handover.outgoing_pairs import (
+    Connect,
+    Disconnect,
+    OutgoingPairAction,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    ReportedPairs,
+    SendCloseToReceiver,
+    StartSender,
+    StopSender,
+)
 from tandem.kv_transfer.checksums import corrupt_blocks
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
+from tandem.protocol.codec import Codec, MessageTooLarge
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic, WorkerInfo
@@ -32,13 +50,17 @@ from tandem.protocol.messages.transfer import (
     KVRefused,
     KVReserved,
     OpenPair,
+    PairAccepted,
+    PairRefused,
     RenewLeases,
     ReserveKV,
     ShipKV,
     ToDecodePeer,
+    ToPrefillPeer,
 )
-from tandem.protocol.messaging import Network
-from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.protocol.messaging import MessageDealer, Network
+from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost, first_line
+from tandem.runtime.processes.lifetime import WatchExit
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 
@@ -324,3 +346,272 @@ class KVTraffic(Generic[A]):
         self._perform(self._receiving.on_received(action.transfer_id, error))
         if error is not None:
             self._incoming.fail(action.pair_id, error.message)
+
+
+class OutgoingPairs:
+    """The pairs that a worker has opened: executes the actions of `OutgoingPairTable`, which are about control
+    connections and the senders of data paths. Callbacks of senders come on other threads and are posted to the loop.
+
+    on_pair_lost: called with (pair_id, reason).
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        table: OutgoingPairTable,
+        pools: KVPools,
+        on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
+        on_pair_lost: Callable[[str, str], None],
+    ) -> None:
+        self._network = network
+        self._table = table
+        self._pools = pools
+        self._on_message = on_message
+        self._on_pair_lost = on_pair_lost
+        self._codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
+        self._sockets: dict[str, MessageDealer] = {}
+        self._senders: dict[str, KVSender] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def sender(self, pair_id: str) -> KVSender | None:
+        return self._senders.get(pair_id)
+
+    # ---- events
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        self._perform(self._table.on_view(self._loop.time(), workers))
+
+    def on_role(self, worker: WorkerInfo) -> None:
+        self._perform(self._table.on_role(self._loop.time(), worker))
+
+    def on_tick(self, now: float) -> None:
+        self._perform(self._table.on_tick(now))
+
+    def fail(self, pair_id: str, reason: str) -> None:
+        """Closes a pair whose data path broke."""
+        self._perform(self._table.fail(self._loop.time(), pair_id, reason))
+
+    def close(self) -> None:
+        self._perform(self._table.close(self._loop.time()))
+        for socket in self._sockets.values():
+            socket.close()
+
+    def send(self, pair_id: str, message: msgspec.Struct) -> None:
+        socket = self._sockets.get(pair_id)
+        if socket is not None and not socket.send(message):
+            self.fail(pair_id, "its control connection does not take messages")
+
+    def _receive(self, pair_id: str, message: ToPrefillPeer) -> None:
+        match message:
+            case KVReserved() | KVRefused() | RenewLeases():
+                sender = self._senders.get(pair_id)
+                self._on_message(message)
+                if isinstance(message, KVReserved) and sender is not None:
+                    for group in message.groups:
+                        sender.prepare(group.block_ids)
+            case _:
+                self._perform(self._table.on_message(self._loop.time(), message))
+        pair = self._table.get(pair_id)
+        if isinstance(message, PairRefused) and pair is not None:
+            log.error("decode worker %s refused the pair: %s", pair.peer.worker_id, message.reason)
+
+    def _on_ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
+        self._perform(self._table.on_sender_ready(self._loop.time(), pair_id, error))
+        pair = self._table.get(pair_id)
+        if pair is not None and pair.state == "ready":
+            log.info("pair with %s is ready over %s", pair.peer.worker_id, pair.connector)
+
+    def _on_closed(self, pair_id: str) -> None:
+        self._perform(self._table.on_sender_closed(pair_id))
+
+    # ---- actions
+
+    def _perform(self, actions: list[OutgoingPairAction]) -> None:
+        for action in actions:
+            match action:
+                case Connect():
+                    self._connect(action)
+                case StartSender():
+                    self._open_sender(action)
+                case StopSender():
+                    self._close_sender(action.pair_id)
+                case SendCloseToReceiver():
+                    if (socket := self._sockets.get(action.message.pair_id)) is not None:
+                        socket.send(action.message)
+                case Disconnect():
+                    if (socket := self._sockets.pop(action.pair_id, None)) is not None:
+                        socket.close()
+                case OutgoingPairLost():
+                    log.warning("pair %s failed: %s", action.pair_id, action.reason)
+                    self._on_pair_lost(action.pair_id, action.reason)
+
+    def _connect(self, action: Connect) -> None:
+        try:
+            socket = self._network.dealer(
+                action.endpoint,
+                self._codec,
+                partial(self._receive, action.pair_id),
+                action.pair_id.encode(),
+                on_broken=partial(self.fail, action.pair_id, "its control connection broke"),
+            )
+        except Exception as error:  # zmq's, or a tcp endpoint without keys; the pair is retried
+            self.fail(action.pair_id, f"cannot connect to {action.endpoint}: {error}")
+            return
+        self._sockets[action.pair_id] = socket
+        socket.send(action.message)
+
+    def _open_sender(self, action: StartSender) -> None:
+        pair_id = action.pair_id
+        try:
+            self._senders[pair_id] = self._pools.open_sender(
+                action.connector, pair_id, action.addresses, partial(post, self._loop, self._on_ready, pair_id)
+            )
+        except Exception as error:  # KVPathRefused; with any other the pair would stay as if it were opening
+            if not isinstance(error, KVTransferFailed):
+                log.exception("the sender of pair %s cannot be opened", pair_id)
+            self._perform(self._table.on_sender_impossible(self._loop.time(), pair_id, first_line(error)))
+
+    def _close_sender(self, pair_id: str) -> None:
+        sender = self._senders.pop(pair_id, None)
+        if sender is None:
+            self._on_closed(pair_id)
+        else:
+            sender.close(partial(post, self._loop, self._on_closed, pair_id))
+
+
+class IncomingPairs:
+    """The pairs that others have opened to this worker: executes the actions of `IncomingPairTable`, which are about
+    the receivers of data paths and watches for the exits of peers. Callbacks of receivers come on other threads and are
+    posted to the loop.
+
+    send: sends to a peer, by pair id. on_pair_lost: called with (pair_id, reason, peer_stopped). on_prefill_lost:
+    called with the prefill worker's epoch.
+    """
+
+    def __init__(
+        self,
+        epoch: str,
+        table: IncomingPairTable,
+        pools: KVPools,
+        watch_exit: WatchExit,
+        send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
+        on_pair_lost: Callable[[str, str, bool], None],
+        on_prefill_lost: Callable[[str], None],
+    ) -> None:
+        self._epoch = epoch
+        self._table = table
+        self._pools = pools
+        self._send = send
+        self._on_pair_lost = on_pair_lost
+        self._on_prefill_lost = on_prefill_lost
+        self._receivers: dict[str, KVReceiver] = {}
+        self._watch_exit = watch_exit
+        self._watches: dict[str, list[Callable[[], None]]] = {}  # each ends a watch
+        self._loop = asyncio.get_running_loop()
+
+    def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
+        receiver = self._receivers.get(pair_id)
+        if receiver is None:
+            on_done(KVTransferFailed("the pair is closed"))
+        else:
+            receiver.receive(block_ids, on_done)
+
+    # ---- events
+
+    def on_open(self, message: OpenPair) -> None:
+        if message.decode_epoch != self._epoch:  # its peer's view is old, and must not replace a pair with this process
+            self._send(message.pair_id, ClosePair(message.pair_id, "another process answers at its address"))
+            return
+        self._perform(self._table.on_open(message))
+
+    def on_close(self, pair_id: str, reason: str) -> None:
+        self._perform(self._table.on_close(pair_id, reason))
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        self._perform(self._table.on_view(workers))
+
+    def fail(self, pair_id: str, reason: str) -> None:
+        """Ends a pair whose data path broke or whose peer violates the protocol."""
+        self._perform(self._table.fail(pair_id, reason))
+
+    def _on_exit(self, pair_id: str, pid: int) -> None:
+        self._perform(self._table.on_exit(pair_id, pid))
+
+    def close(self) -> None:
+        for pair_id in list(self._receivers):
+            self._close_receiver(pair_id)
+
+    # ---- actions
+
+    def _perform(self, actions: list[IncomingPairAction]) -> None:
+        for action in actions:
+            match action:
+                case SendToSender(message):
+                    if isinstance(message, PairRefused):
+                        log.error("refused pair %s: %s", message.pair_id, message.reason)
+                    self._send(message.pair_id, message)
+                case AcceptPair():
+                    if action.warning:
+                        log.warning("%s", action.warning)
+                    self._accept(action)
+                case StopReceiver():
+                    self._close_receiver(action.pair_id)
+                case IncomingPairLost():
+                    effect = "lost its transfers" if self._table.is_open(action.pair_id) else "failed"
+                    log.warning("pair %s %s: %s", action.pair_id, effect, action.reason)
+                    self._on_pair_lost(action.pair_id, action.reason, action.peer_stopped)
+                case PrefillLost():
+                    self._on_prefill_lost(action.prefill_epoch)
+
+    def _accept(self, action: AcceptPair) -> None:
+        pair_id = action.pair_id
+        self._watches[pair_id] = []
+        on_addresses = partial(post, self._loop, self._answer, action)
+        try:
+            self._receivers[pair_id] = self._pools.open_receiver(
+                action.connector, pair_id, action.num_senders, on_addresses
+            )
+        except Exception as error:  # KVPathRefused; with any other, too, the peer waits for an answer
+            if not isinstance(error, KVTransferFailed):
+                log.exception("the receiver of pair %s cannot be opened", pair_id)
+            self._on_impossible(action, first_line(error))
+            return
+        self._watch(pair_id, action.pids)
+
+    def _answer(self, action: AcceptPair, addresses: list[list[bytes]] | KVTransferFailed) -> None:
+        pair_id = action.pair_id
+        if pair_id not in self._receivers:
+            return  # closed meanwhile
+        if isinstance(addresses, KVTransferFailed):
+            self._on_impossible(action, addresses.message)
+            return
+        try:
+            self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
+        except MessageTooLarge:
+            num_bytes = sum(len(address) for rank in addresses for address in rank)
+            self._on_impossible(action, f"the addresses of all paths have {num_bytes} bytes, too many for a message")
+            return
+        self._table.on_accepted(pair_id, self._table.connectors[action.connector].one_sided)
+
+    def _on_impossible(self, action: AcceptPair, reason: str) -> None:
+        self._perform(self._table.on_receiver_impossible(action.pair_id, action.connector, reason))
+
+    def _watch(self, pair_id: str, pids: list[int]) -> None:
+        for pid in pids:
+            if pair_id not in self._watches:
+                return  # the exit of one rank has closed the pair
+            try:
+                end = self._watch_exit(pid, partial(self._on_exit, pair_id, pid))
+            except ProcessLookupError:
+                self._perform(self._table.on_exit(pair_id, pid))
+            except OSError as error:  # it may still live and write
+                self.fail(pair_id, f"cannot watch process {pid}: {error}")
+                return
+            else:
+                self._watches[pair_id].append(end)
+
+    def _close_receiver(self, pair_id: str) -> None:
+        if (receiver := self._receivers.pop(pair_id, None)) is not None:  # None if it could not be opened
+            receiver.close()
+        for end in self._watches.pop(pair_id):
+            end()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.media_cache.media_cache_config import MediaCacheConfig
-from tandem.media_cache.segments import Segments, max_segments
 from tandem.media_cache.store import Action, Drop, Entry, MediaStore
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.protocol.messages.media import DIGEST_BYTES
@@ -36,6 +35,7 @@ from tandem.protocol.messages.media_cache import (
 )
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
+from tandem.runtime.files.file_limits import take_all_descriptors
 from tandem.runtime.files.whole_file import write_whole
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,42 @@ log = logging.getLogger(__name__)
 M = TypeVar("M")
 
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES // 2
+
+_OTHER_FDS = 256
+"""Descriptors reserved for sockets and clients."""
+
+
+def max_segments() -> int:
+    """Raises this process's descriptor limit and returns the number of segments that fit under it."""
+    return max(16, take_all_descriptors() - _OTHER_FDS)
+
+
+class Segments:
+    """The memory of cached items: a memfd each, by entry number, open while the item is cached. A reader that has
+    mapped a segment keeps its memory when it is dropped here."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+        self._prefix = f"/proc/{os.getpid()}/fd/"
+
+    def path_of(self, number: int) -> str:
+        """Returns the path of the segment and creates it on first use."""
+        fd = self._fds.get(number)
+        if fd is None:
+            fd = self._fds[number] = os.memfd_create("media")
+        return f"{self._prefix}{fd}"
+
+    def read(self, number: int, offset: int, max_bytes: int) -> bytes:
+        return os.pread(self._fds[number], max_bytes, offset)
+
+    def drop(self, number: int) -> None:
+        fd = self._fds.pop(number, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for number in list(self._fds):
+            self.drop(number)
 
 
 class MediaCacheServer:

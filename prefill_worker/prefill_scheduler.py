@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tandem.decode_worker.actions import Action
-from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
@@ -24,8 +23,7 @@ from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.handover.actions import SendToProxy
 from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
-from tandem.prefill_worker.prompt import PrefillPrompt
-from tandem.prefill_worker.prompt_table import PromptTable
+from tandem.prefill_worker.prompt import PrefillPrompt, PromptTable
 from tandem.prefill_worker.step import PrefillStep, plan_step
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill

@@ -1,9 +1,10 @@
-"""State of one prompt in the prefill role, shared by its sequences: how far it is computed, and the attempts that wait
-for a first token."""
+"""Prompts of the prefill role: how far each is computed and which attempts wait for a first token, and the table of all
+by state and by the ids that messages name. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -249,3 +250,67 @@ def _first_samples(request: StartPrefill, token_ids: list[int], grammar: Grammar
         Sample(msgspec.structs.replace(sampling, seed=seed), prompt_token_ids, output_token_ids, banned, grammar)
         for seed in request.seeds
     ]
+
+
+class PromptTable:
+    """Prompts from their arrival until their blocks are released."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, PrefillPrompt] = {}  # by number, in order of arrival
+        self.computing: dict[int, PrefillPrompt] = {}
+        self.by_attempt: dict[tuple[str, str], PrefillPrompt] = {}  # open attempts, by proxy and attempt id
+        self.by_transfer: dict[str, PrefillPrompt] = {}  # all prompts
+
+    @property
+    def num_running(self) -> int:
+        return len(self.by_transfer) - len(self.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.by_transfer
+
+    def waiting_tokens(self) -> list[tuple[int, int]]:
+        """Returns the prompt tokens still to be computed, as (priority, tokens)."""
+        tokens: Counter[int] = Counter()
+        for prompt in (*self.waiting.values(), *self.computing.values()):
+            tokens[prompt.request.priority] += prompt.num_remaining_tokens
+        return sorted(tokens.items())
+
+    def holds(self, request: StartPrefill) -> bool:
+        """Whether the transfer or an attempt of the request is known already."""
+        keys = ((request.proxy_id, attempt_id) for attempt_id in request.attempt_ids)
+        return request.transfer_id in self.by_transfer or any(key in self.by_attempt for key in keys)
+
+    def add(self, prompt: PrefillPrompt) -> None:
+        request = prompt.request
+        self.by_attempt.update({(request.proxy_id, attempt_id): prompt for attempt_id in request.attempt_ids})
+        self.by_transfer[request.transfer_id] = prompt
+        self.waiting[prompt.number] = prompt
+
+    def begin(self, prompt: PrefillPrompt) -> None:
+        """Moves a waiting prompt to those that compute."""
+        del self.waiting[prompt.number]
+        self.computing[prompt.number] = prompt
+
+    def end_attempt(self, proxy_id: str, attempt_id: str) -> PrefillPrompt | None:
+        """Forgets an open attempt and returns its prompt; None if it is not known."""
+        prompt = self.by_attempt.pop((proxy_id, attempt_id), None)
+        if prompt is not None:
+            prompt.open_ids.discard(attempt_id)
+        return prompt
+
+    def forget(self, prompt: PrefillPrompt) -> None:
+        for attempt_id in prompt.open_ids:
+            self.by_attempt.pop((prompt.request.proxy_id, attempt_id), None)
+        del self.by_transfer[prompt.request.transfer_id]
+
+    def of_proxy(self, proxy_id: str) -> list[PrefillPrompt]:
+        return [prompt for prompt in self.by_transfer.values() if prompt.request.proxy_id == proxy_id]
+
+    def late(self, now: float) -> list[PrefillPrompt]:
+        """Returns the prompts whose deadline has passed."""
+        return [prompt for prompt in self.by_transfer.values() if not prompt.ended and now >= prompt.late_at]

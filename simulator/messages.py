@@ -10,7 +10,7 @@ from tandem.deploy.launch.hang_detector import INTERVAL_S
 from tandem.protocol.messages.membership import ClusterView, GetStatus, RegisterWorker, StatusReport, WorkerStatus
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.worker.proxy_links import HEARTBEAT_INTERVAL_S
+from tandem.worker.presence import HEARTBEAT_INTERVAL_S
 
 REST_S = 0.6
 """Time for which messages are counted: at least two heartbeats of each worker."""

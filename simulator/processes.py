@@ -122,7 +122,7 @@ class Machine:
         self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s)
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
-        """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
+        """Implements `runtime.processes.lifetime.WatchExit` for the process of this loop."""
         process = self.processes[pid]
         if process.loop_of(pid).is_dead:
             raise ProcessLookupError(pid)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.engine import OutOfDeviceMemory
 from tandem.simulator.engine import StepFailed
-from tandem.worker.chunk_limit import MIN_BATCHED_TOKENS
-from tandem.worker.worker_scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import MIN_BATCHED_TOKENS, WorkerScheduler
 
 if TYPE_CHECKING:
     from tandem.simulator.processes import Machine

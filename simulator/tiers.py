@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
-from tandem.kv_transfer.tiers.change_log import TierChanges
-from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
+from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer, TierChanges
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
 

@@ -24,7 +24,7 @@ from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id
-from tandem.runtime.processes.exits import WatchExit, watch_exit
+from tandem.runtime.processes.lifetime import WatchExit, watch_exit
 from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS, lora_modules, max_lora_rank
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
 from tandem.vllm_worker.engine.vllm_media import VllmMedia

@@ -14,7 +14,7 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
 from tandem.runtime.host import host_id
-from tandem.runtime.processes.exits import WatchExit, watch_exit
+from tandem.runtime.processes.lifetime import WatchExit, watch_exit
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 
 if TYPE_CHECKING:

@@ -24,13 +24,12 @@ from tandem.engine.tensor_parallel import FollowerConfig, FollowerProcess, follo
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.nccl_group import disable_nccl_watchdog
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.transfer_server import TransferServer
+from tandem.kv_transfer.ranks.remote_rank import TransferServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
-from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.command_line import python_command, show_command_line
 from tandem.runtime.processes.fork_server import why_unsafe_to_fork
 from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.processes.process import run_to_exit
-from tandem.runtime.processes.python_command import python_command
 
 
 def start_follower(config: FollowerConfig) -> FollowerProcess:

@@ -1,9 +1,10 @@
-"""What a worker tells the proxies of itself (`worker.proxy_links`): its registration, load, role, drain and end."""
+"""What a worker tells the proxies of itself: its registration, load, role, drain and end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,29 +15,54 @@ import msgspec
 
 from tandem.handover.actions import A
 from tandem.handover.kv_traffic import KVTraffic
+from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
+    PROXY_SILENCE_S,
+    ChangeRole,
+    ClearCache,
+    ClusterView,
+    FromProxyControl,
+    LeaveCluster,
     PrefixUpdate,
     RegisterWorker,
+    RegistrationRefused,
     Role,
+    StatusReport,
+    TimelineReport,
     WorkerInfo,
     WorkerLeft,
     WorkerLoad,
+    WorkerOrdered,
     WorkerStatus,
 )
-from tandem.protocol.messaging import Network
+from tandem.protocol.messaging import MessageDealer, Network
+from tandem.protocol.proxy_endpoints import EndpointsFile
 from tandem.runtime.drain import Drain, Retired
-from tandem.runtime.errors import InternalError
+from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.files.whole_file import write_whole
+from tandem.runtime.silence import SilenceTimers
+from tandem.runtime.tasks import start
 from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.proxy_links import ProxyLinks
 from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+
 TOLD_S = 0.1
 """Time for the news that a worker leaves to reach all proxies."""
+
+HEARTBEAT_INTERVAL_S = 0.25
+
+PROXY_SETTLE_S = 2.0
+"""For this long after a proxy's first message its view may add workers but not remove any."""
+
+REFUSAL_PATIENCE_S = 15.0
+"""Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
+silence is noticed."""
+
+_REFUSAL_LOG_INTERVAL_S = 10.0
 
 
 def new_worker_info(
@@ -240,3 +266,236 @@ class Presence(Generic[A]):
             info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes,
             self._traffic.num_pair_changes,
         )  # fmt: skip
+
+
+class _ProxyLink:
+    """One proxy's control endpoint and the state of the connection to it."""
+
+    def __init__(self, socket: MessageDealer) -> None:
+        self.endpoint = socket.endpoint
+        self.socket = socket
+        self.proxy_id: str | None = None
+        self.first_seen_at = 0.0
+        self.seen_at = 0.0
+        self.registered_at = -math.inf
+        self.is_settling = False  # see PROXY_SETTLE_S
+        self.version = 0  # of `workers`, see ClusterView; 0 until the proxy has sent all
+        self.workers: dict[str, WorkerInfo] = {}  # by epoch
+        self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
+        self.gave_up = False  # its requests, which it has to learn
+        self.refusal_logged_at: float | None = None
+
+
+class ProxyLinks:
+    """A worker's side of cluster membership: registers with every proxy, sends status, learns of the other workers.
+
+    Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes
+    silent or restarts under a new id is lost, and its requests are aborted; one that was silent is told so, or it would
+    wait for their answers. If a proxy no longer knows this worker, it has declared the worker lost. The worker
+    registers with it again, and keeps its requests until the proxy ends them (AbortAllAttempts). An epoch is one
+    process.
+
+    Runs on the loop on which it is created, until `close`.
+
+    status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
+    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart: called when a proxy has
+    missed prefixes or pairs, so that the next status must have all of them. on_leave: called when the worker is told to
+    leave for good. on_role: called with the role that the worker is told to take. on_clear_cache: called when an
+    operator clears the cache. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never change.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        proxy_endpoints: list[str],
+        register: RegisterWorker,
+        status: Callable[[], WorkerStatus],
+        on_view: Callable[[list[WorkerInfo]], None],
+        on_proxy_lost: Callable[[str], None],
+        on_restart: Callable[[], None],
+        on_leave: Callable[[], object],
+        on_role: Callable[[Role], object],
+        on_clear_cache: Callable[[], object],
+        proxies_file: str = "",
+    ) -> None:
+        self._network = network
+        self._links: list[_ProxyLink] = []
+        self._timers = SilenceTimers(HEARTBEAT_INTERVAL_S)  # of the proxies, by endpoint
+        self._register = register
+        self._status = status
+        self._on_view = on_view
+        self._on_proxy_lost = on_proxy_lost
+        self._on_restart = on_restart
+        self._on_leave = on_leave
+        self._on_role = on_role
+        self._on_clear_cache = on_clear_cache
+        self._view: dict[str, WorkerInfo] = {}  # all workers that any proxy knows, by epoch
+        self._is_view_stale = False
+        self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
+        self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+        self._was_accepted = False  # by any proxy
+        self._refused_since: tuple[float, str] | None = None  # with the last reason
+        for endpoint in proxy_endpoints:
+            self._connect(endpoint)
+        self._heartbeats = start(self._beat())
+
+    def _connect(self, endpoint: str) -> None:
+        worker = self._register.worker
+        identity = f"{worker.worker_id}:{worker.epoch}".encode()
+        socket = self._network.dealer(
+            endpoint,
+            self._codec,
+            lambda message: self._on_message(link, message),
+            identity,
+            peer="proxy",
+        )
+        link = _ProxyLink(socket)
+        self._links.append(link)
+        self._register_with(link)
+
+    def _register_with(self, link: _ProxyLink) -> None:
+        """Registers once per heartbeat at most: a proxy that was away answers all heartbeats that waited for it, and
+        each registration costs it a list of all workers."""
+        now = asyncio.get_running_loop().time()
+        if now >= link.registered_at + HEARTBEAT_INTERVAL_S:
+            link.registered_at = now
+            link.socket.send(self._register)
+
+    def _follow(self, endpoints: list[str]) -> None:
+        """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
+        for link in [link for link in self._links if link.endpoint not in endpoints]:
+            self._links.remove(link)
+            self._is_view_stale = True
+            self._timers.forget(link.endpoint)
+            link.socket.close()
+            if link.proxy_id is not None:
+                self._lose(link)
+        known = {link.endpoint for link in self._links}
+        for endpoint in dict.fromkeys(endpoints):
+            if endpoint not in known:
+                log.info("connecting to a proxy at %s", endpoint)
+                self._connect(endpoint)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._file is not None and (endpoints := self._file.changed()) is not None:
+                self._follow(endpoints)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            now = loop.time()
+            self.send_to_all(self._status())
+            self._timers.check(now)
+            silent = self._timers.silent(now, PROXY_SILENCE_S)
+            for link in self._links:
+                if link.endpoint in silent and link.proxy_id is not None:
+                    log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
+                    self._lose(link)
+                    link.gave_up = True
+                if link.gave_up:
+                    worker = self._register.worker
+                    link.socket.send(WorkerLeft(worker.worker_id, worker.epoch, "silence"))
+
+    def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
+        """Sends a message to every proxy."""
+        encoded = self._codec.encode(message)
+        for link in self._links:
+            link.socket.send(encoded)
+
+    def raise_if_failed(self) -> None:
+        """Raises the error that ended the heartbeats, as proxies would take the worker for lost without them.
+
+        Raises ConfigError after REFUSAL_PATIENCE_S of refusals if no proxy has ever accepted this worker.
+        """
+        if self._heartbeats.done():
+            self._heartbeats.result()
+        if self._was_accepted or self._refused_since is None:
+            return
+        since, reason = self._refused_since
+        if asyncio.get_running_loop().time() - since > REFUSAL_PATIENCE_S:
+            raise ConfigError(reason)
+
+    def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
+        match message:
+            case ClusterView():
+                if link.proxy_id not in (None, message.proxy_id):
+                    self._lose(link)
+                link.seen_at = asyncio.get_running_loop().time()
+                self._timers.on_heard(link.seen_at, link.endpoint)
+                if link.proxy_id is None:
+                    link.proxy_id, link.first_seen_at = message.proxy_id, link.seen_at
+                    link.is_settling, link.version = True, 0
+                if message.known:
+                    link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
+                else:
+                    link.gave_up = False
+                    if link.known_by == message.proxy_id:
+                        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. Its
+                        # next prompt comes after that on the same connection, and may be here already.
+                        log.warning("proxy %s has declared this worker lost: registering again", message.proxy_id)
+                        link.known_by = None
+                    self._register_with(link)
+                if message.restart:
+                    self._on_restart()
+                self._update_link(link, message)
+                if self._is_view_stale:
+                    self._update_view()
+            case RegistrationRefused():
+                self._on_refused(link, message.reason)
+            case LeaveCluster():
+                self._on_leave()
+            case ChangeRole():
+                self._on_role(message.role)
+            case ClearCache():
+                self._on_clear_cache()
+            case StatusReport() | WorkerOrdered() | TimelineReport():
+                pass
+
+    def _on_refused(self, link: _ProxyLink, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._refused_since = (self._refused_since[0] if self._refused_since is not None else now, reason)
+        if link.refusal_logged_at is None or now - link.refusal_logged_at >= _REFUSAL_LOG_INTERVAL_S:
+            link.refusal_logged_at = now
+            log.error("proxy at %s refused this worker: %s", link.endpoint, reason)
+
+    def _lose(self, link: _ProxyLink) -> None:
+        assert link.proxy_id is not None
+        proxy_id, link.proxy_id = link.proxy_id, None  # its view stays until a proxy is back
+        link.is_settling = False  # others may remove workers from the view
+        self._on_proxy_lost(proxy_id)
+
+    def _update_link(self, link: _ProxyLink, message: ClusterView) -> None:
+        """Takes over what the proxy says of the workers. Asks for all of them if something is missing."""
+        if link.is_settling and link.seen_at - link.first_seen_at >= PROXY_SETTLE_S:
+            link.is_settling, self._is_view_stale = False, True
+        if message.since not in (0, link.version):
+            if message.known:
+                self._register_with(link)
+            return
+        if message.since == 0:
+            link.workers, self._is_view_stale = {}, True
+        link.version = message.version
+        for worker in message.workers:
+            known = self._view.get(worker.epoch)
+            if known is None or known != worker:
+                known, self._is_view_stale = worker, True
+            link.workers[known.epoch] = known  # many proxies send equal ones, of which one is kept
+        for epoch in message.gone:
+            link.workers.pop(epoch, None)
+            self._is_view_stale |= not any(epoch in each.workers for each in self._links)
+
+    def _update_view(self) -> None:
+        self._is_view_stale = False
+        view: dict[str, WorkerInfo] = {}
+        for link in self._links:
+            view.update(link.workers)
+        if any(link.is_settling for link in self._links):
+            listed = {worker.worker_id for worker in view.values()}
+            view |= {epoch: worker for epoch, worker in self._view.items() if worker.worker_id not in listed}
+        if view != self._view:
+            self._view = view
+            self._on_view(sorted(view.values(), key=lambda worker: (worker.worker_id, worker.epoch)))
+
+    def close(self) -> None:
+        self._heartbeats.cancel()
+        for link in self._links:
+            link.socket.close()

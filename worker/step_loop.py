@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.batch import ItemOutput
 from tandem.engine.engine import Engine, OutOfDeviceMemory, StepTiming
 from tandem.runtime.errors import first_line

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.kv_transfer.tiers.tier import TierAnswer

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.engine.tiers.tier_state import TierState
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
+from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.client_salt import client_of
@@ -33,7 +34,7 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     ToWorker,
 )
-from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, TierFigures, WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.messaging import Network
 from tandem.protocol.sockets import new_context
@@ -41,7 +42,6 @@ from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
-from tandem.worker.load_report import load_report
 from tandem.worker.media_intake import MediaIntake
 from tandem.worker.presence import Presence, RoleFile, new_worker_info
 from tandem.worker.remote_media import RemoteMedia
@@ -249,3 +249,63 @@ class Worker:
 
     def _start_step(self) -> None:
         self._steps.start()
+
+
+def load_report(
+    scheduler: WorkerScheduler,
+    steps: StepLoop,
+    traffic: KVTraffic[Action],
+    tiers: TierTraffic,
+    media: MediaIntake,
+    num_role_changes: int,
+) -> WorkerLoad:
+    """Returns the next report, which has the traffic of pairs since the one before."""
+    prefill, decode, blocks, times = scheduler.prefill, scheduler.decode, scheduler.blocks, scheduler.step_times
+    waiting_tokens = prefill.prompts.waiting_tokens()
+    return WorkerLoad(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
+        num_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free,
+        num_quarantined_blocks=blocks.num_quarantined,
+        num_cached_blocks=blocks.num_cached,
+        num_prompt_tokens=prefill.num_prompt_tokens + decode.reservations.num_prompt_tokens,
+        num_cached_tokens=prefill.num_cached_tokens + decode.reservations.num_cached_tokens,
+        num_preempted=decode.num_preempted,
+        step_time_s=steps.step_time_s,
+        num_finished=prefill.num_finished + decode.num_finished,
+        num_transferred_bytes=traffic.num_bytes,
+        num_compared_blocks=traffic.num_compared_blocks,
+        num_corrupt_blocks=traffic.num_corrupt_blocks,
+        num_kept_blocks=decode.num_kept_blocks,
+        waiting_tokens=waiting_tokens,
+        prompt_tokens_per_s=times.prompt_tokens_per_s,
+        traffic=traffic.take_traffic(),
+        num_media_encoded=media.num_encoded,
+        num_media_found=media.num_found,
+        num_media_fetched_bytes=media.num_fetched_bytes,
+        num_decoding=decode.num_running + decode.num_waiting,
+        fixed_step_s=times.fixed_s,
+        step_s_per_sequence=times.s_per_sequence,
+        step_gap_s=times.gap_s,
+        itl_slo_s=times.itl_slo_s,
+        num_role_changes=num_role_changes,
+        num_received_tokens=max(0, decode.reservations.num_prompt_tokens - decode.reservations.num_cached_tokens),
+        num_received=decode.reservations.num_received,
+        num_shipped=prefill.num_shipped,
+        num_loaded_tokens=scheduler.tiers.num_loaded_tokens,
+        loaded_tokens_per_s=scheduler.tiers.loaded_tokens_per_s,
+        tiers=[_with_size(each, tiers.last_answer(each.name)) for each in scheduler.tiers.figures()],
+    )
+
+
+def _with_size(tier: TierFigures, last: TierAnswer) -> TierFigures:
+    """last: the tier's last answer."""
+    return msgspec.structs.replace(
+        tier,
+        num_bytes=last.num_bytes,
+        max_bytes=last.max_bytes,
+        num_corrupt=last.num_corrupt,
+        error=tier.error or last.error or "",
+    )

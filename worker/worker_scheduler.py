@@ -1,17 +1,17 @@
 """Both roles of a worker over one KV pool: composes their steps and adds up their loads. Pure.
 
 A step holds one token of each running sequence and chunks of prompts. The decode role goes first: its sequences take
-the blocks that they need before new prompts do.
+the blocks that they need before new prompts do. After a step that did not fit into the device's memory chunks are
+smaller for a while (`ChunkLimit`); after one that failed its members run apart (`StepIsolation`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tandem.decode_worker.actions import Action
-from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
@@ -21,8 +21,6 @@ from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.membership import PrefixUpdate
-from tandem.worker.chunk_limit import ChunkLimit
-from tandem.worker.step_isolation import Member, StepIsolation
 
 
 class _Step(NamedTuple):
@@ -194,3 +192,110 @@ class WorkerScheduler:
         self._steps.clear()
         ended = self.decode.on_out_of_memory(preempt=False)
         return ended + self.prefill.on_out_of_memory()
+
+
+MIN_BATCHED_TOKENS = 64
+"""Steps are not made smaller than this."""
+
+_MIN_PAUSE_S, _MAX_PAUSE_S = 60.0, 3600.0
+
+
+class ChunkLimit:
+    """How many prompt tokens a step may have on a device that was out of memory.
+
+        as configured -> (a step does not fit) half of that step's -> (a minute without another) twice that, up to the
+        first
+
+    What took the memory may be gone after a while: another program on the device, many long sequences, a large image.
+    Where it stays, each attempt to grow costs a step, so the pause before the next one is twice as long, up to an hour.
+
+    tokens: the limit.
+    """
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.tokens = self._configured = max_num_batched_tokens
+        self._pause_s = _MIN_PAUSE_S
+        self._grows_at: float | None = None  # None where it need not grow, or since the last failure
+        self._has_grown = False  # since the last failure
+
+    def shrink(self, num_tokens: int) -> bool:
+        """Makes the limit smaller than a step that did not fit. Returns False if it is the smallest one already."""
+        if self.tokens <= MIN_BATCHED_TOKENS:
+            return False
+        self.tokens = max(MIN_BATCHED_TOKENS, min(num_tokens, self.tokens) // 2)
+        if self._has_grown:
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+        self._grows_at, self._has_grown = None, False
+        return True
+
+    def on_time(self, now: float) -> None:
+        """Lets the limit grow when steps have fitted for long enough. Call before each step."""
+        if self.tokens >= self._configured:
+            return
+        if self._grows_at is None:
+            self._grows_at = now + self._pause_s
+        elif now >= self._grows_at:
+            self.tokens, self._has_grown = min(2 * self.tokens, self._configured), True
+            self._grows_at = now + self._pause_s
+
+
+Member = DecodeSequence | PrefillPrompt
+
+
+class StepIsolation:
+    """Finds the member of a failed step that makes steps fail, so that it fails alone.
+
+        a step fails -> its prompts run apart from its sequences, then each half of the clients, then each half of what
+        one client has -> one that fails alone
+
+    A failed step leaves nothing behind: its members compute the same tokens again, so the others lose none. Those that
+    are not suspected take every second step: however many members fail, they wait for one failing step at a time.
+
+    Holds the groups that run next, each in a step of its own, before steps hold everything again.
+    """
+
+    def __init__(self) -> None:
+        self._groups: deque[list[Member]] = deque()
+        self._was_group = False  # whether the last step was that of a group
+
+    @property
+    def is_over(self) -> bool:
+        return not self._groups
+
+    def on_failed(self, sequences: Sequence[DecodeSequence], prompts: Sequence[PrefillPrompt]) -> None:
+        """Divides the members of a failed step, which had several: members that have ended meanwhile count, too.
+
+        The parts run behind the groups that wait, so that all clients are apart before those of one are divided.
+        """
+        members: list[Member] = [*sequences, *prompts]
+        clients = sorted({each.client for each in members})
+        if sequences and prompts:
+            first: set[Member] = set(sequences)
+        elif len(clients) > 1:
+            of_first = set(clients[: len(clients) // 2])
+            first = {each for each in members if each.client in of_first}
+        else:
+            first = set(members[: (len(members) + 1) // 2])
+        for group in ([m for m in members if m in first], [m for m in members if m not in first]):
+            if group:
+                self._groups.append(group)
+
+    def take(self, begun: Iterable[Member], waiting: Iterable[PrefillPrompt]) -> list[Member] | None:
+        """Returns the members of the next step; None if it may hold everything.
+
+        begun: sequences and prompts that have been in a step. waiting: prompts that have not. Every second step has the
+        begun ones that are in no group, and new prompts of clients that have nothing in a group.
+        """
+        if not self._groups:
+            self._was_group = False
+            return None
+        if self._was_group:
+            self._was_group = False
+            suspects = {each for group in self._groups for each in group}
+            clients = {each.client for each in suspects}
+            others: list[Member] = [each for each in begun if each not in suspects]
+            others += [each for each in waiting if each.client not in clients]
+            if others:
+                return others
+        self._was_group = True
+        return self._groups.popleft()

@@ -28,7 +28,7 @@ from tandem.deploy.processes.gpu_environment import visible_gpus
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole
-from tandem.runtime.processes.python_command import SAFE_PATH, python_command
+from tandem.runtime.processes.command_line import SAFE_PATH, python_command
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 NIXL = "nixl>=1.5,<2"

@@ -17,9 +17,9 @@ from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, OnExit, Supervised
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
+from tandem.runtime.processes.command_line import python_command
 from tandem.runtime.processes.forked_process import ForkedProcess
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
-from tandem.runtime.processes.python_command import python_command
 from tandem.runtime.tasks import keep_running, start
 
 log = logging.getLogger(__name__)

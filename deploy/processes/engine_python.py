@@ -17,7 +17,7 @@ import tandem.runtime
 from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded, user_folder
-from tandem.runtime.processes.python_command import SAFE_PATH, python_command
+from tandem.runtime.processes.command_line import SAFE_PATH, python_command
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 INSTALL_COMMAND = "tandem engine install vllm"

@@ -27,7 +27,7 @@ from tandem.proxy.records.record_settings import check_folder
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded
-from tandem.runtime.processes.python_command import SAFE_PATH
+from tandem.runtime.processes.command_line import SAFE_PATH
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker_config import WorkerConfig

@@ -10,6 +10,9 @@ from tandem.runtime.errors import KVTransferFailed
 
 A = TypeVar("A")
 
+CONNECT_TIMEOUT_S = 20.0
+"""Deadline of a sender that connects to its receiver, and of the first message of a process group."""
+
 
 class SocketAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a receiver listens."""

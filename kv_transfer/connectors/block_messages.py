@@ -8,8 +8,7 @@ from math import gcd
 
 import torch
 
-from tandem.kv_transfer.connectors.block_runs import is_run
-from tandem.kv_transfer.connectors.staging import copy_blocks, gather_on_device, scatter_on_device
+from tandem.kv_transfer.connectors.staging import copy_blocks, gather_on_device, is_run, scatter_on_device
 
 DIRECT_BLOCK_BYTES = {"tcp": 1024 * 1024, "gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
 """Blocks of at least this size are sent one per message, without staging. Smaller ones are gathered into messages,

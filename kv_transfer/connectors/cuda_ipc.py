@@ -19,11 +19,10 @@ import torch
 
 from tandem.kv_transfer.connector import OnDone, PeerView
 from tandem.kv_transfer.connectors.addresses import read_address
-from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.cuda_stream import SideStream, finish_queued_work
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.mapped_memory import same_heads
-from tandem.kv_transfer.connectors.staging import as_words
+from tandem.kv_transfer.connectors.staging import as_words, paired_runs
 from tandem.runtime.errors import KVPathRefused, first_line
 
 log = logging.getLogger(__name__)

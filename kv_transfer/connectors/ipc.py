@@ -6,8 +6,8 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender, pool_address
+from tandem.kv_transfer.connectors.job_thread import PassiveReceiver
 from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, MappedMemorySender
-from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 
 
 class IpcConnector:

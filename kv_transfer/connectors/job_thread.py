@@ -1,12 +1,14 @@
-"""A thread that runs a path's copies in order and reports each one's result exactly once."""
+"""A thread that runs a path's copies in order and reports each one's result exactly once, and the end of a path that
+needs no more than such a thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from tandem.kv_transfer.connector import OnAddress, OnDone
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
 
@@ -72,3 +74,20 @@ class JobThread:
             on_closed()
         except Exception:  # the executor would drop it
             log.exception("%s could not report its end", self._name)
+
+
+class PassiveReceiver:
+    """Blocks are usable when they are announced, because the peer announces them after it has written them.
+
+    make_address: returns the pool's address. It may block, so it runs on the path's thread.
+    """
+
+    def __init__(self, name: str, make_address: Callable[[], bytes], on_address: OnAddress) -> None:
+        self._thread = JobThread(name)
+        self._thread.submit(make_address, on_address)
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        on_done(None)
+
+    def close(self) -> None:
+        self._thread.close()

@@ -17,9 +17,8 @@ import torch
 
 from tandem.kv_transfer.connector import OnAddress, OnDone, PeerView
 from tandem.kv_transfer.connectors.addresses import read_address
-from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.staging import copy_blocks
+from tandem.kv_transfer.connectors.staging import copy_blocks, paired_runs
 from tandem.runtime.errors import KVTransferFailed
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroup, Store  # typed here only
 
+from tandem.kv_transfer.connectors.addresses import CONNECT_TIMEOUT_S
 from tandem.kv_transfer.connectors.block_messages import Message
 from tandem.kv_transfer.connectors.cuda_stream import Mark, SideStream
-from tandem.kv_transfer.connectors.group_store import CONNECT_TIMEOUT_S
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.runtime.errors import KVTransferFailed
 

@@ -27,9 +27,8 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
 from tandem.kv_transfer.connectors.addresses import read_address
-from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.job_thread import JobThread, PassiveReceiver
 from tandem.kv_transfer.connectors.mapped_memory import same_heads
-from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 from tandem.runtime.errors import KVTransferFailed, first_line
 
 log = logging.getLogger(__name__)

@@ -7,21 +7,28 @@ that times out breaks the path for good; prefill then opens a pair with a new id
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
+import msgspec
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ProcessGroup, Store, TCPStore, Work
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connectors.addresses import CONNECT_TIMEOUT_S, SocketAddress, read_address
 from tandem.kv_transfer.connectors.block_messages import BlockMessages, Message
-from tandem.kv_transfer.connectors.gloo_group import GlooGroup
-from tandem.kv_transfer.connectors.group_store import connect_store, serve_store
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.nccl_group import NcclGroup
+from tandem.protocol.sockets import listen_on_free_port
+from tandem.runtime.errors import KVTransferFailed
 
 _SENDER, _RECEIVER = 0, 1
+
+TRANSFER_TIMEOUT_S = 5.0
+"""Deadline of one message, after which the peer counts as dead."""
 
 
 class PathGroup(Protocol):
@@ -41,6 +48,75 @@ class PathGroup(Protocol):
 
     def close(self, thread: JobThread, on_closed: Callable[[], None]) -> None:
         """Ends the path and its thread, as `KVSender.close`."""
+
+
+class GlooGroup:
+    """A group over gloo, for CPU pools: a number of messages is in flight at once. host: own address."""
+
+    def __init__(self, rank: int, host: str, max_in_flight: int) -> None:
+        self._rank = rank
+        self._host = host
+        self._max_in_flight = max_in_flight
+        self._group: ProcessGroup | None = None
+
+    def run(self, job: Callable[[], None]) -> None:
+        job()
+
+    def connect(self, store: Store) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]  # by default it resolves the host name
+        self._group = cast(ProcessGroup, ProcessGroupGloo(store, self._rank, 2, options))
+        self._start(torch.zeros(1, dtype=torch.uint8)).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
+
+    def move(
+        self, messages: Iterable[Message], before: Callable[[Message], None], after: Callable[[Message], None]
+    ) -> None:
+        """See `PathGroup.move`. gloo cancels a receive when its work is dropped."""
+        in_flight: deque[tuple[Work, Message]] = deque()
+
+        def finish_first() -> None:
+            work, message = in_flight.popleft()
+            work.wait(timedelta(seconds=TRANSFER_TIMEOUT_S))
+            after(message)
+
+        try:
+            for message in messages:
+                if len(in_flight) == self._max_in_flight:
+                    finish_first()
+                before(message)
+                in_flight.append((self._start(message.data), message))
+            while in_flight:
+                finish_first()
+        except Exception:
+            self._group = None
+            raise
+        finally:
+            in_flight.clear()  # an error's traceback would keep them
+
+    def _start(self, data: torch.Tensor) -> Work:
+        if self._group is None:
+            raise KVTransferFailed("the pair was closed")
+        peer = 1 - self._rank
+        return self._group.send([data], peer, 0) if self._rank == 0 else self._group.recv([data], peer, 0)
+
+    def close(self, thread: JobThread, on_closed: Callable[[], None]) -> None:
+        thread.close(on_closed)
+
+
+def serve_store(host: str) -> tuple[Store, bytes]:
+    """Returns a TCPStore for one path, on a free port of `host` only, and its address."""
+    fd, port = listen_on_free_port(host)  # the store closes the descriptor
+    store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
+    return store, msgspec.msgpack.encode(SocketAddress(host, port))
+
+
+def connect_store(address: bytes) -> Store:
+    """Connects to the decode end's store. Blocks for up to CONNECT_TIMEOUT_S."""
+    server = read_address(address, SocketAddress)
+    return TCPStore(server.host, server.port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
 
 
 class _ProcessGroupEnd:
@@ -99,7 +175,7 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
         blocks: torch.Tensor,
         on_address: OnAddress,
     ) -> None:
-        """serve: see `group_store.serve_store`."""
+        """serve: see `serve_store`."""
         super().__init__(name, backend, _RECEIVER, host, blocks)
         stores: list[Store] = []
 
@@ -143,4 +219,5 @@ class ProcessGroupConnector:
 
 
 gloo = ProcessGroupConnector("gloo", "cpu")
+
 nccl = ProcessGroupConnector("nccl", "cuda")

@@ -20,7 +20,6 @@ from io import FileIO
 from pathlib import Path
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat, BlockHeader, HeaderFault
-from tandem.kv_transfer.tiers.change_log import ChangeLog
 from tandem.kv_transfer.tiers.folder_index import (
     FAN_OUT_FOLDERS,
     TEMPORARY_FOLDER,
@@ -28,7 +27,7 @@ from tandem.kv_transfer.tiers.folder_index import (
     FolderIndex,
     disk_bytes,
 )
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import ChangeLog, TierFailed
 
 _SCAN_EVERY_S = 5.0
 _SCANS_TAKE_AT_MOST = 1 / 20  # of the time

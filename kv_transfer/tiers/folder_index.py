@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from pathlib import Path
 
 from tandem.kv_transfer.tiers.block_record import FORMAT_VERSION
-from tandem.kv_transfer.tiers.change_log import ChangeLog
+from tandem.kv_transfer.tiers.tier import ChangeLog
 
 VERSION_FOLDER = f"tandem-kv-{FORMAT_VERSION}"
 TEMPORARY_FOLDER = "tmp"

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat, BlockHeader, write_last_use
-from tandem.kv_transfer.tiers.change_log import ChangeLog
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import ChangeLog, TierFailed
 
 Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
 """Locks memory in place, so that a device can copy from and to it, and returns what undoes it. Raises TierFailed."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES
-from tandem.kv_transfer.tiers.change_log import ChangeLog
 from tandem.kv_transfer.tiers.mooncake_blocks import StoreLost
 from tandem.kv_transfer.tiers.mooncake_process import MooncakeConfig, MooncakeProcess
+from tandem.kv_transfer.tiers.tier import ChangeLog
 from tandem.runtime.errors import ConfigError
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0

@@ -30,8 +30,8 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ProtocolError
 from tandem.runtime.logs import LogSettings
+from tandem.runtime.processes.command_line import python_command
 from tandem.runtime.processes.process import run_to_exit
-from tandem.runtime.processes.python_command import python_command
 
 OPEN_TIMEOUT_S = 15.0
 """Deadline of starting the process and connecting to the master."""

@@ -13,8 +13,7 @@ from tandem.kv_transfer.tiers.block_record import block_identity
 from tandem.kv_transfer.tiers.disk import DiskTier
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier, Pin
 from tandem.kv_transfer.tiers.mooncake import MooncakeTier
-from tandem.kv_transfer.tiers.store_url import parse_store_url
-from tandem.kv_transfer.tiers.tier import KVTier, TierFailed, TiersConfig
+from tandem.kv_transfer.tiers.tier import KVTier, TierFailed, TiersConfig, parse_store_url
 from tandem.protocol.messages.transfer import KVLayout
 
 

@@ -8,6 +8,7 @@ Tiered KV caches follow Mooncake (Qin et al., FAST 2025) and CachedAttention (Ga
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from tandem.kv_transfer.tiers.change_log import ChangeLog, TierChanges
+from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.settings import setting
 
@@ -56,6 +57,58 @@ class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def disk_folder(self) -> Path | None:
         """Absolute path of the folder on disk; None without one."""
         return expanded(self.kv_disk_dir).absolute() if self.kv_disk_dir else None
+
+
+_URL = re.compile(r"mooncake://(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})/?")
+
+
+def parse_store_url(url: str) -> str:
+    """Returns HOST:PORT of a Mooncake store's master, from mooncake://HOST:PORT as the command line takes it. Raises
+    ConfigError."""
+    found = _URL.fullmatch(url)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        raise ConfigError(
+            f"kv_store: {url!r} is not mooncake://HOST:PORT, the address of a Mooncake master (a name or an IPv4 "
+            "address), such as mooncake://10.0.0.1:50051"
+        )
+    return f"{found['host']}:{found['port']}"
+
+
+@dataclass(frozen=True)
+class TierChanges:
+    """Hashes of blocks that a tier has gained and lost."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class ChangeLog:
+    """The changes of a tier between two answers, net: a block that was added and removed since the last `take`, or the
+    reverse, is in neither list."""
+
+    def __init__(self) -> None:
+        self._added: dict[bytes, None] = {}  # in order
+        self._removed: dict[bytes, None] = {}
+
+    def add(self, block_hash: bytes) -> None:
+        """Notes that the tier has gained a block, which it did not hold."""
+        if block_hash in self._removed:
+            del self._removed[block_hash]
+        else:
+            self._added[block_hash] = None
+
+    def remove(self, block_hash: bytes) -> None:
+        """Notes that the tier has lost a block, which it held."""
+        if block_hash in self._added:
+            del self._added[block_hash]
+        else:
+            self._removed[block_hash] = None
+
+    def take(self) -> TierChanges:
+        """Returns the changes since the last call."""
+        changes = TierChanges(list(self._added), list(self._removed))
+        self._added, self._removed = {}, {}
+        return changes
 
 
 @dataclass(frozen=True)

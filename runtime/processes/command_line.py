@@ -1,12 +1,23 @@
-"""The command line that `ps` shows for a process that was forked instead of started."""
+"""Command lines of Python processes: of those that are started, and what `ps` shows for those that are forked."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
-from tandem.runtime.processes.python_command import python_command
+SAFE_PATH = MappingProxyType({"PYTHONSAFEPATH": "1"})
+"""Environment with which also what a library starts, such as torch's compilers, leaves out the working folder."""
+
+
+def python_command(*arguments: str, python: str = "") -> list[str]:
+    """Returns the command line of an interpreter that imports nothing from its working folder.
+
+    python: "" for our own.
+    """
+    return [python or sys.executable, "-P", *arguments]
+
 
 SPACE = "." * 400
 """Argument for a process whose forks show their own command lines: these must fit into its own."""

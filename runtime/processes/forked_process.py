@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from tandem.runtime.processes.command_line import python_command
 from tandem.runtime.processes.fork_server import (
     MAX_REQUEST_BYTES,
     READY,
@@ -26,7 +27,6 @@ from tandem.runtime.processes.fork_server import (
     serve_forks,
     why_unsafe_to_fork,
 )
-from tandem.runtime.processes.python_command import python_command
 
 log = logging.getLogger(__name__)
 

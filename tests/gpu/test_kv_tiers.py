@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.kv_transfer.tiers.block_copies import PinnedCopies, StagedCopies, copies_between
 from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
-from tandem.kv_transfer.tiers.tier_thread import TierThread
+from tandem.kv_transfer.tiers.tier_thread import PinnedCopies, StagedCopies, TierThread, copies_between
 from tandem.protocol.messages.transfer import KVLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")

@@ -12,10 +12,9 @@ import pytest
 
 from tandem.kv_transfer.tiers import mooncake_process
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
-from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.mooncake import MooncakeTier
 from tandem.kv_transfer.tiers.mooncake_process import CALL_TIMEOUT_S
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment, mooncake_folder
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]

@@ -19,7 +19,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.protocol.sockets import RouterSocket, new_context
-from tandem.worker.proxy_links import ProxyLinks
+from tandem.worker.presence import ProxyLinks
 from tests.support.waiting import until
 
 LIMIT_S = 60

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import tandem.worker.proxy_links
+import tandem.worker.presence
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
@@ -24,7 +24,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.sockets import RouterSocket, SocketContext, new_context
 from tandem.runtime.errors import ConfigError
-from tandem.worker.proxy_links import ProxyLinks
+from tandem.worker.presence import ProxyLinks
 from tests.support.waiting import until
 
 LIMIT_S = 60
@@ -133,7 +133,7 @@ def test_a_worker_lost_to_every_proxy_registers_again_with_each(tmp_path: Path) 
 def test_a_refused_worker_exits_unless_it_has_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tandem.worker.proxy_links, "REFUSAL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(tandem.worker.presence, "REFUSAL_PATIENCE_S", 0.5)
 
     async def main() -> None:
         async with cluster(tmp_path, accepts=False) as (worker, [a, _b]):

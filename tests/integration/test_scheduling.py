@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.membership import WorkerLoad
-from tandem.worker.proxy_links import HEARTBEAT_INTERVAL_S
+from tandem.worker.presence import HEARTBEAT_INTERVAL_S
 from tests.support.cluster import Cluster
 
 BLOCK_SIZE = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.runtime.processes.python_command import SAFE_PATH, python_command
+from tandem.runtime.processes.command_line import SAFE_PATH, python_command
 from tests.support.cluster import Cluster, children_of
 from tests.support.media_proxy import data_url, image_part
 from tests.support.vision_model import encoded, picture, save_model

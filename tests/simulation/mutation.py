@@ -14,9 +14,9 @@ class Mutation(NamedTuple):
     new: str
 
 
-TRAFFIC, OUTGOING, INCOMING = "handover/kv_traffic.py", "handover/pairs/outgoing.py", "handover/pairs/incoming.py"
-OUTGOING_TABLE, INCOMING_TABLE = "handover/pairs/outgoing_table.py", "handover/pairs/incoming_table.py"
-REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
+TRAFFIC = "handover/kv_traffic.py"
+OUTGOING_TABLE, INCOMING_TABLE = "handover/outgoing_pairs.py", "handover/incoming_pairs.py"
+PRESENCE, WORKER = "worker/presence.py", "worker/worker.py"
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/sequence.py"
 GENERATION = "proxy/dispatch/generation.py"
 DECODE, TRANSFER, PREFILL = (
@@ -24,7 +24,7 @@ DECODE, TRANSFER, PREFILL = (
     "handover/incoming.py",
     "prefill_worker/prefill_scheduler.py",
 )
-TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
+TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt.py"
 KNOWN_PAIRS = "proxy/cluster/worker_record.py"
 INDEX, LOAD = "proxy/cluster/prefix_index.py", "proxy/cluster/worker_load.py"
 SEQUENCES, SHIPMENT = "decode_worker/sequence.py", "handover/outgoing.py"

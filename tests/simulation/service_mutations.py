@@ -72,7 +72,7 @@ IN_ORDER = (
     ),
     Mutation(
         "pairs with workers of another role are dropped",
-        "handover/pairs/outgoing_table.py",
+        "handover/outgoing_pairs.py",
         "if epoch not in self._view]\n        actions",
         "if epoch not in self._view or self._view[epoch].role not in DECODE_ROLES]\n        actions",
     ),
@@ -163,7 +163,7 @@ SERVICE = (
     ),
     Mutation(
         "new sequences take the blocks that the running ones grow into",
-        "decode_worker/reservations.py",
+        "decode_worker/decode_scheduler.py",
         "is_full = needed + len(self._running) > blocks.num_free_without(cached)",
         "is_full = needed > blocks.num_free_without(cached)",
     ),

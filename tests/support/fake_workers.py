@@ -53,7 +53,7 @@ from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.runtime.settings import with_values
-from tandem.worker.proxy_links import ProxyLinks
+from tandem.worker.presence import ProxyLinks
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 

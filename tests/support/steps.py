@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.decode_worker.actions import Action
-from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.block_manager import BlockManager

@@ -40,8 +40,8 @@ from tandem.vllm_worker.engine.step_shares import StepShares
 from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
-from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
 from tandem.vllm_worker.extensions.tandem_connector import RECEIVES, SHIPS, TandemConnector
+from tandem.vllm_worker.extensions.worker_extension import OUTPUT
 from tandem.vllm_worker.scheduler.engine_orders import (
     AddRequest,
     ComputedBlocks,

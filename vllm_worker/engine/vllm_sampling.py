@@ -13,7 +13,7 @@ from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine.sampling_limits import banned_tokens
-from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
+from tandem.vllm_worker.extensions.worker_extension import OUTPUT
 
 GRAMMAR_OPTIONS = "tandem_grammar"
 """Name in vLLM's extra arguments of what `GrammarState` needs to know besides the grammar: thinking and is_optional."""

@@ -2,7 +2,7 @@
 
 A worker asks its ranks by vLLM's `collective_rpc`, which calls a method of `KVRank` in each of them. Ranks in processes
 of their own then serve their transfers on a channel, as followers of Tandem's own engine do
-(`kv_transfer.ranks.transfer_server`).
+(`kv_transfer.ranks.remote_rank`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDo
 from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.fan_out import FanOutPools
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
-from tandem.kv_transfer.ranks.remote_rank import RemoteRank
-from tandem.kv_transfer.ranks.transfer_server import TransferServer
+from tandem.kv_transfer.ranks.remote_rank import RemoteRank, TransferServer
 from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout

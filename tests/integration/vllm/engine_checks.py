@@ -26,7 +26,7 @@ from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Th
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine import held_requests, step_shares
 from tandem.vllm_worker.engine.sampling_limits import check_supported
-from tandem.vllm_worker.extensions import prompt_logits
+from tandem.vllm_worker.extensions import worker_extension
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -362,7 +362,7 @@ def prompt_logprobs(driver: EngineDriver) -> dict[str, Any]:
     """Returns the log-probabilities of a prompt's tokens from whole chunks, and from slices of 16 tokens."""
     tokens, found = prompt(61, 150), {}
     for name, num_rows in (("whole", 10**9), ("sliced", 16)):
-        prompt_logits.ROWS_PER_SLICE = num_rows
+        worker_extension.ROWS_PER_SLICE = num_rows
         whole = driver.add(tokens, num_prompt_logprobs=3, stop=StopConditions(1))
         driver.result(whole)
         found[name] = b"".join(driver.prompt_logprobs[whole]).hex()

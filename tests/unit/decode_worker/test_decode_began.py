@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action
-from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToProxy

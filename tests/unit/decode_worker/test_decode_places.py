@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tandem.decode_worker.actions import Action
-from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToPeer, SendToProxy

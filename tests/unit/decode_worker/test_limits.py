@@ -10,9 +10,8 @@ from pytest import MonkeyPatch
 from tandem.decode_worker import decode_scheduler
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.handover import incoming
-from tandem.handover.pairs import incoming_table
-from tandem.handover.pairs.incoming_table import AcceptPair, SendToSender
+from tandem.handover import incoming, incoming_pairs
+from tandem.handover.incoming_pairs import AcceptPair, SendToSender
 from tandem.prefill_worker import prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
@@ -80,7 +79,7 @@ def test_remembered_transfers_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_table, "MAX_PAIRS", 2)
+    monkeypatch.setattr(incoming_pairs, "MAX_PAIRS", 2)
     table = open_first(peer_writes=False)
 
     def open_another(number: int) -> Any:
@@ -96,7 +95,7 @@ def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_remembered_pairs_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_table, "_NUM_REMEMBERED_PAIRS", 3)
+    monkeypatch.setattr(incoming_pairs, "_NUM_REMEMBERED_PAIRS", 3)
     table = open_first(peer_writes=False)
     for number in range(10):
         name = f"pair of e{number}"

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.handover.pairs.incoming import IncomingPairs
-from tandem.handover.pairs.incoming_table import (
+from tandem.handover.incoming_pairs import (
     AcceptPair,
     IncomingPairLost,
     IncomingPairTable,
@@ -21,6 +20,7 @@ from tandem.handover.pairs.incoming_table import (
     SendToSender,
     StopReceiver,
 )
+from tandem.handover.kv_traffic import IncomingPairs
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
@@ -28,7 +28,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed
-from tandem.runtime.processes.exits import watch_exit
+from tandem.runtime.processes.lifetime import watch_exit
 from tests.support.named_connectors import named
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
@@ -231,7 +231,7 @@ def test_a_connector_whose_receiver_cannot_be_opened_is_not_chosen_for_that_proc
 
 
 def test_what_is_remembered_of_processes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.handover.pairs.incoming_table.MAX_PAIRS", 3)
+    monkeypatch.setattr("tandem.handover.incoming_pairs.MAX_PAIRS", 3)
     table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
     for number in range(10):
         table.on_open(msgspec.structs.replace(FIRST, pair_id=f"pair-{number}", prefill_epoch=f"e{number}"))

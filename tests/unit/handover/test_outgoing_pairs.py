@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.handover.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StartSender, StopSender
+from tandem.handover.outgoing_pairs import Connect, OutgoingPairAction, OutgoingPairTable, StartSender, StopSender
 from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES, MAX_RANKS
 from tandem.protocol.messages.membership import PairTraffic, Role, WorkerInfo
 from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted, PairRefused

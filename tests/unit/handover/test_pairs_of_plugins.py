@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.handover.pairs import outgoing_table
-from tandem.handover.pairs.incoming import IncomingPairs
-from tandem.handover.pairs.incoming_table import IncomingPairTable
-from tandem.handover.pairs.outgoing import OutgoingPairs
-from tandem.handover.pairs.outgoing_table import OutgoingPair, OutgoingPairTable
+from tandem.handover import outgoing_pairs
+from tandem.handover.incoming_pairs import IncomingPairTable
+from tandem.handover.kv_traffic import IncomingPairs, OutgoingPairs
+from tandem.handover.outgoing_pairs import OutgoingPair, OutgoingPairTable
 from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -93,8 +92,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, KVConnector]
         for connector in connectors.values():
             connector.crosses_hosts = True
         monkeypatch.setattr(contained_path, "load_connector", connectors.__getitem__)
-        monkeypatch.setattr(outgoing_table, "RETRY_INTERVAL_S", 0.01)
-        monkeypatch.setattr(outgoing_table, "OPEN_TIMEOUT_S", 600.0)
+        monkeypatch.setattr(outgoing_pairs, "RETRY_INTERVAL_S", 0.01)
+        monkeypatch.setattr(outgoing_pairs, "OPEN_TIMEOUT_S", 600.0)
         return connectors
 
     return know

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tandem.deploy.cluster_config import load_config
-from tandem.handover.pairs.incoming import IncomingPairs
-from tandem.handover.pairs.incoming_table import IncomingPairTable
+from tandem.handover.incoming_pairs import IncomingPairTable
+from tandem.handover.kv_traffic import IncomingPairs
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -23,7 +23,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
-from tandem.runtime.processes.exits import watch_exit
+from tandem.runtime.processes.lifetime import watch_exit
 from tests.support.memory_connector import MemoryReceiver, MemorySender
 from tests.support.named_connectors import named
 from tests.support.outcomes import Addresses, Outcomes

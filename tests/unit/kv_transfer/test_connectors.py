@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
-from tandem.kv_transfer.connectors import block_messages, group_store
+from tandem.kv_transfer.connectors import block_messages, process_group
 from tandem.kv_transfer.connectors.addresses import SocketAddress
 from tandem.kv_transfer.connectors.block_messages import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, message_plan
-from tandem.kv_transfer.connectors.block_runs import is_run, paired_runs
 from tandem.kv_transfer.connectors.mapped_memory import MappedPool
+from tandem.kv_transfer.connectors.staging import is_run, paired_runs
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
@@ -222,7 +222,7 @@ def test_only_descriptors_of_processes_are_mapped(tmp_path: Path, monkeypatch: p
 def test_a_forged_address_of_a_socket_fails_the_pair(
     connector: str, forged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_store, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(process_group, "CONNECT_TIMEOUT_S", 0.1)
     assert open_sender_to(forged, connector) is not None
 
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kv_transfer.connectors import cuda_ipc
-from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.cuda_ipc import CudaPoolHandle, copy_runs, map_peer_pool, pool_address
+from tandem.kv_transfer.connectors.staging import paired_runs
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import PROTOCOL_VERSION

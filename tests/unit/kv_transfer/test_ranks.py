@@ -24,10 +24,8 @@ from hypothesis import strategies as st
 from tandem.deploy.processes.process_configs import num_sharing_ranks
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, gather, when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
-from tandem.kv_transfer.ranks.orders import Order, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.remote_rank import RemoteRank
-from tandem.kv_transfer.ranks.transfer_server import TransferServer
+from tandem.kv_transfer.ranks.remote_rank import Order, PoolReady, RemoteRank, TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
 from tandem.protocol.codec import Codec

@@ -191,7 +191,7 @@ def test_processes_are_forked_in_one_place() -> None:
 
 def test_python_is_started_in_one_way() -> None:
     found = [f"{name_of(file)}:{line} {name}" for file in python_files() for line, name in programs(file.read_text())]
-    assert not found, "use tandem.runtime.processes.python_command, so that it imports nothing from the working folder"
+    assert not found, "use tandem.runtime.processes.command_line, so that it imports nothing from the working folder"
 
 
 def test_a_user_may_have_no_home() -> None:

@@ -14,7 +14,7 @@ from tests.simulation.mutation import Mutation
     ("file", "package"),
     [
         ("proxy/dispatch/sequence.py", "tandem.proxy.dispatch"),
-        ("handover/pairs/outgoing.py", "tandem.handover"),
+        ("handover/kv_traffic.py", "tandem.handover"),
         ("deploy/launch/launcher.py", "tandem.deploy.launch"),
     ],
 )

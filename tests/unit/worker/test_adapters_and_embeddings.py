@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter, AdapterWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.worker.chunk_limit import MIN_BATCHED_TOKENS, ChunkLimit
+from tandem.worker.worker_scheduler import MIN_BATCHED_TOKENS, ChunkLimit
 
 SECONDS_A_DAY = 86_400
 

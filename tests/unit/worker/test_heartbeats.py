@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import tandem.worker.proxy_links
+import tandem.worker.presence
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -23,14 +23,14 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
-from tandem.worker.proxy_links import HEARTBEAT_INTERVAL_S, ProxyLinks
+from tandem.worker.presence import HEARTBEAT_INTERVAL_S, ProxyLinks
 from tests.support.clocked_loop import ClockedLoop, run_in_no_time
 
 INFO = WorkerInfo("decode-0", "e", "decode", "tcp://127.0.0.1:1", 1)
 
 
 def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tandem.worker.proxy_links, "HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(tandem.worker.presence, "HEARTBEAT_INTERVAL_S", 0.01)
     file = tmp_path / "proxies"
 
     async def run() -> None:

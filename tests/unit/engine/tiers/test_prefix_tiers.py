@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.decode_worker.actions import Action
+from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.tiers.prefix_tiers import BATCH_BYTES, LOAD_TIMEOUT_S, MAX_TO_STORE_BYTES, PrefixTiers
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks

@@ -17,17 +17,17 @@ import torch
 
 from tandem.kv_transfer.connectors import cuda_stream
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.tiers.block_copies import (
+from tandem.kv_transfer.tiers.disk import DiskTier
+from tandem.kv_transfer.tiers.host_memory import HostMemoryTier, Pin
+from tandem.kv_transfer.tiers.registry import make_tiers
+from tandem.kv_transfer.tiers.tier import KVTier, TierFailed, TiersConfig
+from tandem.kv_transfer.tiers.tier_thread import (
     BlockCopies,
     DirectCopies,
     PinnedCopies,
     StagedCopies,
     copies_between,
 )
-from tandem.kv_transfer.tiers.disk import DiskTier
-from tandem.kv_transfer.tiers.host_memory import HostMemoryTier, Pin
-from tandem.kv_transfer.tiers.registry import make_tiers
-from tandem.kv_transfer.tiers.tier import KVTier, TierFailed, TiersConfig
 from tandem.protocol.messages.transfer import KVLayout
 from tests.support.late_device import LateDevice, install
 from tests.unit.kv_transfer.tiers.stored_blocks import (

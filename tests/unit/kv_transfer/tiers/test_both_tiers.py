@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers import block_record
-from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.disk import DiskTier
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier
-from tandem.kv_transfer.tiers.tier import KVTier, TierFailed
+from tandem.kv_transfer.tiers.tier import KVTier, TierChanges, TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     DISK_RECORD_BYTES,

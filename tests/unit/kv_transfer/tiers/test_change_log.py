@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.tiers.change_log import ChangeLog
+from tandem.kv_transfer.tiers.tier import ChangeLog
 
 
 @given(st.lists(st.one_of(st.integers(0, 4), st.none())))

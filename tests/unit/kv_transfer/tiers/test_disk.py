@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers import block_record
-from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.disk import DiskTier
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     DISK_RECORD_BYTES,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES
-from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     IDENTITY,

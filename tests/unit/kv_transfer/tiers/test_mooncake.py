@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from tandem.kv_transfer.tiers import mooncake
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
-from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.mooncake import MAX_RETRY_S, MooncakeTier
 from tandem.kv_transfer.tiers.mooncake_blocks import Loaded, MooncakeBlocks, StoreLost
 from tandem.kv_transfer.tiers.mooncake_process import MooncakeConfig
-from tandem.kv_transfer.tiers.store_url import parse_store_url
-from tandem.kv_transfer.tiers.tier import TierFailed
+from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed, parse_store_url
 from tandem.runtime.errors import ConfigError
 
 IDENTITY = bytes(range(16))

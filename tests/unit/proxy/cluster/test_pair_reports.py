@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.handover.pairs.reported_pairs import ReportedPairs
+from tandem.handover.outgoing_pairs import ReportedPairs
 from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic
 from tandem.proxy.cluster.worker_record import KnownPairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.vllm_worker.engine.adapter_turns import TURN_S, AdapterTurns
+from tandem.vllm_worker.engine.held_requests import TURN_S, AdapterTurns
 
 MANY = {f"a{number}": {"attacker"} for number in range(32)}
 

@@ -1,8 +1,0 @@
-"""What the schedulers of Tandem's engine ask of the worker's shell. Pure."""
-
-from __future__ import annotations
-
-from tandem.engine.tiers.tier_actions import TierAction
-from tandem.handover.actions import HandoverAction
-
-Action = HandoverAction | TierAction
