@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.tiers.tier_actions import TierAction
+from tandem.engine.kv_cache.prefix_tiers import TierAction
 from tandem.handover.actions import HandoverAction
 
 Action = HandoverAction | TierAction

@@ -29,9 +29,9 @@ from tandem.decode_worker.sequence import (
 )
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.prefix_tiers import PrefixTiers
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.handover.incoming import IncomingTransfer, IncomingTransfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage

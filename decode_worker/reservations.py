@@ -7,7 +7,7 @@ from collections import deque
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
+from tandem.engine.kv_cache.prefix_tiers import PrefixTiers
 from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer
 
 
