@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from bench.support.report_page import page, read_reports
+from bench.support.report import page, read_reports
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (

@@ -27,10 +27,9 @@ from tandem.decode_worker.sequence import (
 )
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.prefix_tiers import PrefixTiers, TierAction
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
-from tandem.engine.tiers.tier_actions import TierAction
 from tandem.handover.actions import HandoverAction, SendToProxy
 from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer, IncomingTransfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES

@@ -384,7 +384,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         if (file := getattr(arguments, name)) is not None and not file.parent.is_dir():
             raise ConfigError(f"--{name} {file}: there is no folder {file.parent}")
     if arguments.trace is not None:
-        from tandem.deploy.commands.simulate_trace import simulate_trace
+        from tandem.deploy.commands.simulate import simulate_trace
 
         config = load_config(arguments.config, _overrides(arguments))
         simulate_trace(config, arguments.trace, arguments.step_times, arguments.json, arguments.plot)

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.device_errors import is_out_of_memory
 from tandem.engine.engine import OnDone, OnReady, OutOfDeviceMemory, StepTiming
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import ModelRunner, is_out_of_memory
 from tandem.engine.steps.launched_step import LaunchedStep
 from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.runtime.errors import first_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,24 +14,23 @@ import msgspec
 import numpy as np
 import torch
 
+from tandem.engine.attention.interface import NO_WINDOW, StepAttention
+from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
-from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
-from tandem.engine.cpu.heap import keep_freed_memory
-from tandem.engine.cuda.exact_products import use_exact_products
-from tandem.engine.cuda.exactness import gpu_problem, use_exact_head
 from tandem.engine.cuda.experts import largest_step_without_waits
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits, GraphShape, NotCapturedError, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
 from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work, upload
-from tandem.engine.cuda.triton_attention import TritonAttention
-from tandem.engine.device_errors import why_lost
+from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
+from tandem.engine.exactness import gpu_problem, use_exact_head
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.layers.fusing import fuse_final_norm, fuse_layers
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
+from tandem.engine.row_products import use_exact_products
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
 from tandem.engine.sampling.sampler import SamplingStep
 from tandem.engine.steps.launched_step import (
@@ -81,7 +80,6 @@ class ModelRunner:
             # Imported here because it loads a compiler, which GPU workers may lack.
             from tandem.engine.cpu.prepared_model import prepare_model
 
-            keep_freed_memory()
             prepare_model(loaded)
         self._make_attention = attention_maker(pool)
         self._graphs: StepGraphs | None = None
@@ -359,3 +357,50 @@ def with_outcomes(outputs: list[ItemOutput], mask: StepMask) -> list[ItemOutput]
         merged.append(output)
         first += len(output.tokens)
     return merged
+
+
+def uses_triton(pool: KVPool, model_config: Any) -> bool:
+    """Whether steps run with `engine.cuda.triton_attention.TritonAttention`: on a GPU where its check passes."""
+    if pool.tensor.device.type != "cuda":
+        return False
+    windows = sorted({NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW})
+    problem = triton_problem(pool, model_config.num_attention_heads, windows)
+    if problem is not None:
+        log.warning("using plain attention without CUDA graphs, which is slower; our kernel is not used: %s", problem)
+    return problem is None
+
+
+def attention_maker(pool: KVPool) -> Callable[[Sequence[BatchItem]], StepAttention]:
+    """Returns the factory of each step's attention over this pool, where our GPU kernel is not used."""
+    if pool.tensor.device.type == "cpu":
+        # Imported here because they load a compiler, which GPU workers may lack.
+        from tandem.engine.cpu.attention import CPUAttention
+        from tandem.engine.cpu.compiler import DTYPES
+
+        if pool.model_dtype in DTYPES:
+            return lambda items: CPUAttention(pool, items)
+        log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.model_dtype)
+    return lambda items: PlainAttention(pool, items)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a smaller step may succeed."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def why_lost(error: BaseException, device: torch.device) -> str:
+    """Returns why the device cannot be used any more by this process, or an empty string.
+
+    After an illegal access, or when the GPU has fallen off the bus, every later call fails too, until the process ends.
+    The first such error may carry the name of any library, so the device itself is asked.
+    """
+    if is_out_of_memory(error):
+        return ""
+    if isinstance(error, torch.AcceleratorError):
+        return str(error).partition("\n")[0]
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as found:
+            return str(found).partition("\n")[0]
+    return ""

@@ -17,9 +17,9 @@ from collections.abc import Collection
 from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.prefix_tiers import PrefixTiers
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.handover.actions import SendToProxy
 from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers

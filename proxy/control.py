@@ -146,7 +146,7 @@ class Control:
 
     def _is_void(self, now: float, order: SetWorkerRole) -> bool:
         """Whether an order has waited until its sender counts on it no more: for a process before this one, or while
-        this one was frozen (`deploy.launch.role_orders`)."""
+        this one was frozen (`deploy.launch.worker_roles`)."""
         is_for_another = order.proxy_id not in ("", self._proxy_id)
         return is_for_another or (order.until_s is not None and not now <= order.until_s)
 

@@ -28,7 +28,7 @@ from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import keep_running
 from tandem.runtime.threads import Threads
-from tandem.simulator.files import new_folder
+from tandem.simulator.cluster import new_folder
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import MODEL, Request
 

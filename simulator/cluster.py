@@ -6,10 +6,12 @@ import asyncio
 import random
 import re
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import permutations
+from pathlib import Path
 from typing import Any, get_args
 
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
@@ -29,7 +31,6 @@ from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import Wires
-from tandem.simulator.files import new_folder
 from tandem.simulator.network import OnMessage, SimulatedNetwork, Switch
 from tandem.simulator.observed_dispatcher import OnDelta
 from tandem.simulator.orderly import Orderly
@@ -434,3 +435,11 @@ class SimulatedCluster(Machine):
             return f"holds {num_held} blocks, {blocks.num_quarantined} of them in quarantine"
         blocks.check()
         return None
+
+
+_MEMORY = Path("/dev/shm")  # noqa: S108  # the folder is private
+
+
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder, which its owner removes."""
+    return tempfile.TemporaryDirectory(prefix="tandem-simulator-", dir=_MEMORY if _MEMORY.is_dir() else None)

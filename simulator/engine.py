@@ -6,18 +6,103 @@ So a block that was lost, mixed up or overwritten shows, and so does a step with
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
-from tandem.engine.engine import OnDone, StepTiming
+from tandem.engine.engine import OnDone, OutOfDeviceMemory, StepTiming
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import GrammarState, MaskRequest
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.simulator.sampling import VOCAB_SIZE, History, after, logprobs_of, needs_history, sampled, start_state
 from tandem.simulator.timeline import ProcessLoop
+from tandem.worker.worker_scheduler import MIN_BATCHED_TOKENS
+
+if TYPE_CHECKING:
+    from tandem.simulator.processes import Machine
+    from tandem.simulator.scenario import ClusterShape
+    from tandem.worker.worker_scheduler import WorkerScheduler
+
+
+class NotedBlocks(BlockManager):
+    """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them.
+
+    pools: of the worker's heads. on_corrupt: called with what is wrong with a block in the prefix cache, and its id.
+    has_evicted: whether a cached block was ever given to another sequence. num_running: returns how many sequences run.
+    on_greedy: called when a new prompt gets blocks that these will need next.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: ClusterShape,
+        note: Callable[..., None],
+        pools: Sequence[Pool],
+        on_corrupt: Callable[[str, int], None],
+        num_running: Callable[[], int],
+        on_greedy: Callable[[str], None],
+    ) -> None:
+        super().__init__(shape.num_blocks, shape.block_size)
+        self._name, self._note = name, note
+        self._pools, self._on_corrupt = pools, on_corrupt
+        self._num_running, self._on_greedy = num_running, on_greedy
+        self._is_for_new = False  # whether the next blocks are for a new prompt, which is asked for first
+        self._has_tiers = bool(shape.tiers)  # for which blocks are taken later
+        self.has_evicted = False
+
+    def num_free_without(self, block_ids: Iterable[int]) -> int:
+        self._is_for_new = True
+        return super().num_free_without(block_ids)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        self._is_for_new = False
+        return super().can_allocate(num_blocks)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        is_for_new = self._is_for_new and not self._has_tiers
+        block_ids = super().allocate(num_blocks)
+        if is_for_new and self.num_free < self._num_running():
+            self._on_greedy(f"{self._name}: {self.num_free} blocks are left for {self._num_running()} sequences")
+        self._note("%s: blocks %s are allocated", self._name, tuple(block_ids))
+        return block_ids
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        super().share(self._noted("shared", block_ids))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(self._noted("released", block_ids))
+
+    def quarantine(self, block_ids: Iterable[int]) -> None:
+        super().quarantine(self._noted("in quarantine", block_ids))
+
+    def end_quarantine(self, block_ids: Iterable[int]) -> None:
+        super().end_quarantine(self._noted("in quarantine no more", block_ids))
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Checks that the tokens of the block follow one another, else a later prompt may read a damaged block."""
+        super().publish(block_id, block_hash)
+        for pool in self._pools:
+            slots = pool.blocks[block_id]
+            if None in slots or any(one[1] != two[0] for one, two in itertools.pairwise(slots) if one and two):
+                self._on_corrupt(f"block {block_id} is left to the prefix cache", block_id)
+                return
+
+    def is_held(self, block_id: int) -> bool:
+        return block_id in self._num_holders
+
+    def _evict(self) -> int:
+        self.has_evicted = True
+        return super()._evict()
+
+    def _noted(self, what: str, block_ids: Iterable[int]) -> tuple[int, ...]:
+        noted = tuple(block_ids)
+        if noted:
+            self._note("%s: blocks %s are %s", self._name, noted, what)
+        return noted
 
 
 class StepFailed(Exception):
@@ -229,3 +314,35 @@ class TimedEngine(SimulatedEngine):
 def next_timed_token(position: int, last_token_id: int) -> int:
     """Returns the token at a position, behind this one."""
     return 1 + (after(position, last_token_id) >> 20) % (VOCAB_SIZE - 1)
+
+
+class StepFaults:
+    """The faults of one worker. name: of the worker."""
+
+    def __init__(self, machine: Machine, name: str, scheduler: Callable[[], WorkerScheduler]) -> None:
+        self._machine = machine
+        self._name = name
+        self._scheduler = scheduler
+
+    def why_failed(self) -> BaseException | None:
+        """Returns an error if the oldest step fails. Memory is never short for the smallest chunk of a prompt."""
+        machine, shape = self._machine, self._machine.shape
+        if not machine.has_faults or not (shape.step_failure_share or shape.no_memory_share):
+            return None
+        step, draw = self._scheduler()._steps[0], machine.timeline.rng.random()
+        if draw < shape.step_failure_share:
+            machine.num_failed_requests += self._num_requests()
+            machine.note("%s: a step fails", self._name)
+            return StepFailed("on purpose")
+        is_large = step.num_prompt_tokens > MIN_BATCHED_TOKENS or not step.has_prompts
+        if is_large and draw < shape.step_failure_share + shape.no_memory_share:
+            machine.note("%s: a step has not enough memory", self._name)
+            return OutOfDeviceMemory("on purpose")
+        return None
+
+    def _num_requests(self) -> int:
+        """Returns how many prompts have a part in the oldest step."""
+        scheduler = self._scheduler()
+        running = scheduler.decode.running.steps
+        sequences = running[0].sequences if running else []
+        return len({id(each.prompt) for each in sequences}) + len(scheduler.prefill._step.prompts)

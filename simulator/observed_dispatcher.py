@@ -10,8 +10,7 @@ from tandem.protocol.messages.dispatch import AttemptEvent, AttemptFailed
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import Route
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
-from tandem.simulator.blame import Blame
+from tandem.proxy.dispatch.sequence import SUSPECT_DEATHS, Attempt, DispatchedSequence, TokenDelta
 from tandem.simulator.routes import better_route, wrong_route
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
@@ -19,8 +18,8 @@ OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
 class ObservedDispatcher(Dispatcher):
     """Calls on_delta with the tokens that a reader takes, and on_lost_attempt with an attempt that is lost and followed
-    by another. Reports what a process does to attempts of another, wrong blame (`simulator.blame`), and routes that
-    contradict what the proxy knows (`simulator.routes`). The other arguments: see `Dispatcher`."""
+    by another. Reports what a process does to attempts of another, wrong blame (`Blame`), and routes that contradict
+    what the proxy knows (`simulator.routes`). The other arguments: see `Dispatcher`."""
 
     def __init__(
         self,
@@ -119,3 +118,64 @@ class ObservedDispatcher(Dispatcher):
 def _state(attempt: Attempt) -> tuple[object, ...]:
     """Returns what the fate of a process may change about an attempt."""
     return attempt.is_over, attempt.is_excused, attempt._may_have_killed
+
+
+class Blame:
+    """The account of one proxy. report(rule, details): called when a rule is broken."""
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._ran_on: dict[DispatchedSequence, list[str]] = {}
+        """Epochs of the workers that got a sequence since its last decoded token."""
+        self._num_deaths: dict[DispatchedSequence, int] = {}
+        """Of workers in `_ran_on`, at most."""
+        self._excused: set[str] = set()
+        """Attempts that ran on a worker when it left in order."""
+
+    def on_attempt(self, sequence: DispatchedSequence, attempt: Attempt) -> None:
+        self._ran_on.setdefault(sequence, []).extend(each.epoch for each in attempt.route.workers)
+
+    def on_decoded(self, sequence: DispatchedSequence) -> None:
+        self._ran_on[sequence] = []
+        self._num_deaths[sequence] = 0
+        self.check(sequence)
+
+    def on_end(self, sequence: DispatchedSequence) -> None:
+        self._ran_on.pop(sequence, None)
+        self._num_deaths.pop(sequence, None)
+
+    def on_crash(self, worker: WorkerInfo, *, names_step: bool) -> None:
+        """names_step: the worker has named the attempts of its last step, which makes them suspects at once."""
+        for sequence, epochs in self._ran_on.items():
+            if worker.epoch in epochs:
+                num_deaths = self._num_deaths.get(sequence, 0) + 1
+                self._num_deaths[sequence] = max(SUSPECT_DEATHS, num_deaths) if names_step else num_deaths
+
+    def on_left(self, worker: WorkerInfo, running: Iterable[Attempt]) -> None:
+        self._excused.update(each.attempt_id for each in running if _takes_part(each, worker))
+
+    def on_ended(self, attempt: Attempt, guilty: Callable[[WorkerInfo], bool]) -> None:
+        """An attempt has failed. guilty: whether a worker of it may be the cause."""
+        suspects = {each.epoch for each in attempt.suspects}
+        if suspects != (true := {each.epoch for each in attempt.route.workers if guilty(each)}):
+            details = f"{attempt.attempt_id}: {sorted(suspects)} instead of {sorted(true)}"
+            self._report("another worker is suspected than may be the cause", details)
+
+    def on_lost_attempt(self, sequence: DispatchedSequence, attempt: Attempt, num_before: int) -> None:
+        """num_before: attempts that counted against the sequence before this one."""
+        if attempt.attempt_id in self._excused and sequence.num_lost > num_before:
+            details = f"{attempt.attempt_id}: {attempt.error}"
+            self._report("an attempt counts as lost although its worker has left in order", details)
+
+    def check(self, sequence: DispatchedSequence) -> None:
+        if sequence.num_deaths > (most := self._num_deaths.get(sequence, 0)):
+            details = f"{sequence.times[-1].attempt_id if sequence.times else ''}: {sequence.num_deaths}, not {most}"
+            self._report("a sequence is blamed for deaths that it cannot have caused", details)
+
+    def check_all(self) -> None:
+        for sequence in self._ran_on:
+            self.check(sequence)
+
+
+def _takes_part(attempt: Attempt, worker: WorkerInfo) -> bool:
+    return any(each.epoch == worker.epoch for each in attempt.route.workers)

@@ -40,17 +40,14 @@ from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
 from tandem.simulator.attachments import attachments
-from tandem.simulator.connection import SILENT_S
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
-from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
-from tandem.simulator.network import SimulatedNetwork, Switch
-from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.engine import NotedBlocks, Pool, SimulatedEngine, StepFaults, TimedEngine
+from tandem.simulator.network import SILENT_S, SimulatedNetwork, Switch
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.orderly import Orderly
 from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
-from tandem.simulator.step_faults import StepFaults
 from tandem.simulator.step_rules import StepRules
 from tandem.simulator.tiers import RankTiers, SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline

@@ -12,10 +12,10 @@ import logging
 import random
 import secrets
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from tandem.simulator.batches import Batches
@@ -272,3 +272,42 @@ class _Run:
 def _described(error: BaseException) -> str:
     lines = traceback.format_exception(error)
     return "".join(lines[-4:]).strip()
+
+
+T = TypeVar("T")
+
+
+def shrink(scenario: Scenario, result: Result, max_runs: int = 200) -> tuple[Scenario, Result]:
+    """Returns the smallest scenario that was found, and its result. result: of the scenario, with a violation."""
+    rule = result.violations[0].rule
+    num_left = max_runs
+
+    def still_fails(smaller: Scenario) -> bool:
+        nonlocal scenario, result, num_left
+        num_left -= 1
+        found = run(smaller)
+        if not found.violations or found.violations[0].rule != rule:
+            return False
+        scenario, result = smaller, found
+        return True
+
+    for name in ("faults", "requests"):
+        size = max(1, len(getattr(scenario, name)) // 2)
+        while True:
+            number = 0
+            while number * size < len(items := getattr(scenario, name)) and num_left > 0:
+                if not still_fails(_with(scenario, name, _without(items, number * size, size))):
+                    number += 1
+            if size == 1 or num_left <= 0:
+                break
+            size //= 2
+    return scenario, result
+
+
+def _with(scenario: Scenario, name: str, items: tuple[Any, ...]) -> Scenario:
+    changes: dict[str, Any] = {name: items}
+    return replace(scenario, **changes)
+
+
+def _without(items: Sequence[T], first: int, count: int) -> tuple[T, ...]:
+    return (*items[:first], *items[first + count :])

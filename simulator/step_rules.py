@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.batch import Batch
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.step import AGING_S
-from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.engine import NotedBlocks
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.nccl_group import disable_nccl_watchdog
 from tandem.kv_transfer.handshake import offered_connectors
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter

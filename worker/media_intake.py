@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import numbered, open_tensors
-from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.engine.vision.prompt_media import EmbeddingCache, PromptMedia
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media

@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.decode_worker.decode_scheduler import Action
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
-from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
+from tandem.engine.kv_cache.prefix_tiers import FindBlocks, LoadBlocks, PrefixTiers, StoreBlocks
 from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.runtime.errors import InternalError
 from tandem.runtime.threads import post

@@ -17,9 +17,8 @@ import msgspec
 
 from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.engine import ENGINE_NAME
-from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
-from tandem.engine.tiers.tier_state import TierState
-from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.engine.kv_cache.prefix_tiers import FindBlocks, LoadBlocks, StoreBlocks, TierState
+from tandem.engine.vision.prompt_media import EmbeddingCache
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
 from tandem.kv_transfer.tiers.tier import TierAnswer

@@ -15,9 +15,8 @@ from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.prefix_tiers import PrefixTiers, TierState
 from tandem.engine.steps.step_times import StepTimes
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
-from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.membership import PrefixUpdate

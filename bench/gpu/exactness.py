@@ -24,10 +24,10 @@ from bench.gpu.part import Part
 from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.cuda.exact_products import ExactLinear, product_problem, use_exact_products
-from tandem.engine.cuda.exactness import chunk_problem
 from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.exactness import chunk_problem
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.row_products import ExactLinear, product_problem, use_exact_products
 from tandem.engine.sampling.logprobs import logprob_columns
 from tandem.engine.sampling.sampler import log_total
 from tandem.protocol.messages.sampling import SamplingParams

@@ -15,12 +15,18 @@ from typing import Any
 import msgspec
 
 from tandem.deploy.diagnosis.diagnosis import Diagnosis, diagnose
+from tandem.deploy.diagnosis.findings import Finding, count_text, time_text
 from tandem.deploy.diagnosis.latency import Latency, LatencyPart
-from tandem.deploy.diagnosis.local_host import HostReading, host_figures, node_cpus, read_host, worker_memory
+from tandem.deploy.diagnosis.local_host import (
+    HostReading,
+    clock_offsets,
+    host_figures,
+    node_cpus,
+    read_host,
+    worker_memory,
+)
 from tandem.deploy.diagnosis.observation import HostFigures, Observation
 from tandem.deploy.diagnosis.request_diagnosis import RequestDiagnosis, StageOfRequest, diagnose_request
-from tandem.deploy.diagnosis.wording import Finding, count_text, time_text
-from tandem.deploy.diagnosis.worker_clocks import clock_offsets
 from tandem.deploy.operations.cluster_client import ClusterClient, Questions
 from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import GetTimeline, StatusReport, TimelineReport, WorkerInfo

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import msgspec
 
-from tandem.deploy.autoscale.queueing import mean_wait_s
+from tandem.deploy.autoscale.planner import mean_wait_s
 from tandem.deploy.diagnosis.observation import Observation, ObservedWorker
 from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.deploy.diagnosis.findings import Finding, count_text, time_text
 from tandem.deploy.diagnosis.latency import LATER_STAGES, LATER_WORDS, TTFT_STAGES, TTFT_WORDS
-from tandem.deploy.diagnosis.wording import Finding, count_text, time_text
 from tandem.deploy.operations.serving_rates import RateSample, ServingRates, rates, stage_medians
 
 UNUSUAL_FACTOR = 2.0

@@ -20,10 +20,10 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
-from tandem.deploy.launch.role_orders import RoleOrders
 from tandem.deploy.launch.start import StartStages, check_reports, fraction_loaded, is_complete
 from tandem.deploy.launch.worker_roles import (
     NAME_PREFIX,
+    RoleOrders,
     WorkerRoles,
     free_names,
     is_worker_name,

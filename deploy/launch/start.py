@@ -101,7 +101,7 @@ def _engine(worker: WorkerReport) -> str:
 
 
 def fraction_loaded(files: Sequence[Path]) -> float | None:
-    """Mean fraction that the workers have written (`engine.loading.progress`); None before the first has."""
+    """Mean fraction that the workers have written (`engine.loading.model_loader`); None before the first has."""
     fractions = [_read(file) for file in files]
     return sum(fractions) / len(fractions) if any(fractions) else None
 

@@ -22,7 +22,7 @@ EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE":
 """Variables that leave cuBLAS no memory for products that are split along the sum, as it splits those of few rows.
 
 With --exact, a row's bits must not depend on how many rows the product has. Both are read when torch first multiplies.
-`engine.cuda.exact_products` checks that they suffice.
+`engine.row_products` checks that they suffice.
 """
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numba import prange, types
 from torch import nn
 
 from tandem.engine.attention.interface import StepAttention
-from tandem.engine.cpu.compiler import DTYPES, as_array
-from tandem.engine.cpu.layer_kernels import rms_norm, rotation
+from tandem.engine.cpu.compiler import DTYPES, as_array, as_float, compile_kernel, rounded
 from tandem.engine.cpu.packed_linear import merge
 from tandem.engine.layers.fused_layer import HeadParameters, NormParameters
 from tandem.engine.layers.fusing import MixingAttention
@@ -45,7 +47,7 @@ class CPULayerOperators:
 
 
 class CPUNorm(nn.Module):
-    """RMSNorm with the compiled kernel `layer_kernels.rms_norm`."""
+    """RMSNorm with the compiled kernel `rms_norm`."""
 
     def __init__(self, parameters: NormParameters) -> None:
         super().__init__()
@@ -122,3 +124,63 @@ def _halves(linear: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
     biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
     first, second = (plain_linear(w, b) for w, b in zip(linear.weight.chunk(2), biases, strict=True))
     return first, second
+
+
+_F32 = np.float32
+
+
+@functools.cache
+def rms_norm(dtype: torch.dtype) -> Callable[..., None]:
+    """Returns a kernel (inputs, weight, epsilon, output): [num_rows, size], [size], float, [num_rows, size].
+
+    RMSNorm: `x / sqrt(mean(x^2) + epsilon) * weight` (Zhang and Sennrich, NeurIPS 2019). Rounds before and after the
+    multiplication by the weight, as transformers' Llama does.
+    """
+    kind = DTYPES[dtype]
+    rows = types.Array(kind, 2, "C")
+    signature = types.void(rows, types.Array(kind, 1, "C"), types.float32, rows)
+
+    def normalise(inputs: Any, weight: Any, epsilon: Any, output: Any) -> None:
+        size = inputs.shape[1]
+        for row in prange(len(inputs)):
+            squares = _F32(0)
+            for i in range(size):
+                squares += as_float(inputs[row, i]) * as_float(inputs[row, i])
+            like = weight[0]
+            factor = _F32(1) / np.sqrt(squares / _F32(size) + epsilon)
+            for i in range(size):
+                normed = as_float(rounded(as_float(inputs[row, i]) * factor, like))
+                output[row, i] = rounded(normed * as_float(weight[i]), like)
+
+    return compile_kernel(signature, normalise)
+
+
+@functools.cache
+def rotation(dtype: torch.dtype) -> Callable[..., None]:
+    """Returns a kernel (heads, cos, sin, output) for rotary embeddings (Su et al., RoFormer, 2021).
+
+    Rotates the two halves of a head against each other: `(a cos - b sin, b cos + a sin)`.
+    heads: [num_tokens, num_heads, head_dim], of which the first `output.shape[1]` heads are rotated.
+    cos, sin: [num_tokens, head_dim]. output: [num_tokens, num_rotated, head_dim].
+    """
+    kind = DTYPES[dtype]
+    states, angles = types.Array(kind, 3, "C"), types.Array(kind, 2, "C")
+    signature = types.void(states, angles, angles, states)
+
+    def rotate(heads: Any, cos: Any, sin: Any, output: Any) -> None:
+        half = heads.shape[2] // 2
+        for token in prange(len(heads)):
+            like = output[0, 0, 0]
+            for head in range(output.shape[1]):
+                for i in range(half):
+                    a = as_float(heads[token, head, i])
+                    b = as_float(heads[token, head, half + i])
+                    turned = a * as_float(cos[token, i]) - b * as_float(sin[token, i])
+                    output[token, head, i] = rounded(turned, like)
+                for i in range(half):
+                    a = as_float(heads[token, head, i])
+                    b = as_float(heads[token, head, half + i])
+                    turned = b * as_float(cos[token, half + i]) + a * as_float(sin[token, half + i])
+                    output[token, head, half + i] = rounded(turned, like)
+
+    return compile_kernel(signature, rotate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from tandem.engine.row_products import RowProducts, computes_rows_alike
 
 _COVERED = (nn.Embedding, PackedLinear, MergedLinear, PackedExperts, QuantizedLinear)
 _ACTIVATIONS = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()} - {nn.Identity})
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+_KEPT_BYTES = 1 << 30
 
 
 @torch.inference_mode()
 def prepare_model(loaded: LoadedModel) -> None:
+    """Call before other threads start."""
+    _keep_freed_memory()
     model: Any = loaded.model
     is_exact = loaded.is_exact
     if loaded.layout.tensor_parallel_size == 1:  # sharded layers contain collectives
@@ -55,3 +62,16 @@ def _run_in_row_products(module: nn.Module) -> None:
             return forward(*args, **kwargs)
 
     module.forward = run
+
+
+def _keep_freed_memory() -> None:
+    """Makes malloc keep freed memory, in one arena for all threads that start later.
+
+    Every CPU worker gains: otherwise each layer of a prefill step returns its activations to the kernel and faults
+    them in again, up to a third of the step. Without glibc (musl) this does nothing.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_ARENA_MAX, 1)  # the arenas of threads ignore the thresholds
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -11,13 +11,13 @@ from torch import nn
 
 from tandem.engine.attention.interface import StepAttention
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda.exact_products import ExactLinear
 from tandem.engine.cuda.quantized_linears import join, row_format_of
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_attention
 from tandem.engine.layers.fused_layer import HeadParameters, NormParameters, NotFusedError, lora_slices
 from tandem.engine.layers.linear import MergedLinear, is_plain, merged_parameters
 from tandem.engine.lora.layers import AdaptedLinear, StepAdapters
 from tandem.engine.quantization.linears import QuantizedRows, RowFormat
+from tandem.engine.row_products import ExactLinear
 
 _TRIAL_BLOCK_SIZE = 16
 
@@ -26,7 +26,7 @@ class CUDALayerOperators:
     """Implements `engine.layers.fused_layer.LayerOperators`.
 
     Plain linear layers are merged, and so are quantised ones of the same kind. Others, such as layers that sum the
-    results of several ranks, are called one by one. row_counts: of exact products (`engine.cuda.exact_products`); None
+    results of several ranks, are called one by one. row_counts: of exact products (`engine.row_products`); None
     for others.
     """
 

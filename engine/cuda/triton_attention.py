@@ -7,20 +7,21 @@ nothing. The worker tries it once at startup (`triton_problem`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.attention.interface import AttentionOptions
-from tandem.engine.attention.self_check import attention_problem
+from tandem.engine.attention.interface import AttentionOptions, StepAttention
+from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda.layer_operators import next_power_of_2
-from tandem.engine.cuda.operators import register
+from tandem.engine.cuda.layer_operators import next_power_of_2, register
 from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, flat_on_host
 from tandem.engine.cuda.streams import upload
+from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from tandem.engine.kv_cache.kv_pool import KVPool
@@ -229,7 +230,49 @@ def triton_attention(pool: KVPool, items: Sequence[BatchItem], is_exact: bool = 
 
 
 def triton_problem(pool: KVPool, num_heads: int, windows: Sequence[int]) -> str | None:
-    """See `engine.attention.self_check.attention_problem`."""
+    """See `engine.cuda.triton_attention.attention_problem`."""
     if find_kernels() is None:
         return "Triton is not installed"
     return attention_problem(pool, lambda items: triton_attention(pool, items), num_heads, windows)
+
+
+_MAX_ERROR = 0.05
+"""Of values around 1 in bfloat16."""
+
+
+def attention_problem(
+    pool: KVPool,
+    make: Callable[[Sequence[BatchItem]], StepAttention],
+    num_heads: int,
+    windows: Sequence[int],
+) -> str | None:
+    """Runs a prompt that spans two blocks, and one more token. Returns why the results cannot be used, or None.
+
+    make: creates the attention of a step over this pool. windows: of the model's layers. The pool's content is
+    restored.
+    """
+    layout = pool.layout
+    generator = torch.Generator().manual_seed(0)
+    saved = pool.tensor[:2].clone()
+
+    def random(heads: int, num_tokens: int) -> torch.Tensor:
+        shape = (1, heads, num_tokens, layout.head_dim)
+        return torch.randn(shape, generator=generator).to(pool.model_dtype).to(pool.tensor.device)
+
+    try:
+        first = layout.block_size + 3
+        for window, (start, num_tokens) in product(windows, ((0, first), (first, 1))):
+            items = [BatchItem([0] * num_tokens, start, [1, 0])]
+            query = random(num_heads, num_tokens)
+            key, value = random(layout.num_kv_heads, num_tokens), random(layout.num_kv_heads, num_tokens)
+            options = AttentionOptions(layout.head_dim**-0.5, window)
+            expected = PlainAttention(pool, items).attend(0, query, key, value, options)
+            got = make(items).attend(0, query, key, value, options)
+            error = float((got.float() - expected.float()).abs().max())
+            if not error < _MAX_ERROR:
+                return f"it is off by {error:.3g} from plain attention"
+    except Exception as problem:  # compilers, drivers and backends raise various errors
+        return f"it does not run on this pool: {first_line(problem)}"
+    finally:
+        pool.tensor[:2] = saved
+    return None

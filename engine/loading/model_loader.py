@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, modeling_utils
+from transformers.utils.logging import set_tqdm_hook
 
 from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.exactness import exactness_problem
 from tandem.engine.loaded_model import LoadedModel
-from tandem.engine.loading.allocator_warmup import no_allocator_warmup
 from tandem.engine.loading.checkpoint_tensors import check_tensors, load_checkpoint
-from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
-from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
-from tandem.engine.loading.progress import report_progress
+from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, check_config, probe_model, unsuitable
 from tandem.engine.loading.rope import context_limit, fix_frequencies
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
-from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.layers import adaptable_layers
 from tandem.engine.numerics import numerics_of
 from tandem.engine.quantization.checkpoint import has_quantized_weights, load_quantized, quantization_of
@@ -32,6 +33,7 @@ from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
 from tandem.runtime.files.user_paths import is_readable_folder
+from tandem.runtime.files.whole_file import write_whole
 
 BLOCK_SIZE = 64
 """Tokens per KV block: enough for one copy per block, few enough for prefixes to be shared in steps of it."""
@@ -228,3 +230,89 @@ def _model_id(config: EngineConfig, model_config: Any, device: torch.device) -> 
         )
     identity = dummy_identity(checkpoint, dummy_recipe(device)) if is_dummy else checkpoint
     return f"{identity}+{config.quantization}" if is_online else identity
+
+
+_SEED = 0
+
+
+def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
+    """Initialises the model directly on the device in `dtype`. options: for the auto class's `from_config`.
+
+    The weights are the same in every process on the same kind of device, as prefill and decode require.
+    """
+    with torch.device("meta"):
+        model = auto_class.from_config(config, dtype=dtype, **options)
+    model = model.to_empty(device=device)
+    model.tie_weights()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(_SEED)
+        model.initialize_weights()  # including buffers, such as rotary frequencies
+    return model
+
+
+def dummy_recipe(device: torch.device) -> str:
+    """All that the random weights depend on besides the config, as part of the model's identity."""
+    return f"seed {_SEED}, torch {torch.__version__}, {device.type}"
+
+
+@contextmanager
+def no_allocator_warmup() -> Iterator[None]:
+    """Keeps transformers from reserving the memory of all weights in one piece before it loads them.
+
+    That saves a few hundred calls of cudaMalloc. But holes in such a piece stay reserved, and each merged weight
+    (`engine.layers.fusing`) leaves holes that the next one does not fit into: 15 % of Llama-3.1-8B.
+    """
+
+    def skip(*_: Any) -> None:
+        pass
+
+    name = "caching_allocator_warmup"
+    original = getattr(modeling_utils, name)
+    setattr(modeling_utils, name, skip)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, name, original)
+
+
+_PERIOD_S = 0.1
+
+
+class _ReportingBar:
+    """Wraps a tqdm bar and writes the fraction that has been consumed to a file."""
+
+    def __init__(self, bar: Any, file: Path, total: int) -> None:
+        self._bar = bar
+        self._file = file
+        self._total = total
+        self._next_write = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._bar):
+            if time.monotonic() >= self._next_write:
+                write_whole(self._file, f"{number / self._total:.3f}")
+                self._next_write = time.monotonic() + _PERIOD_S
+            yield item
+        write_whole(self._file, "1")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+@contextlib.contextmanager
+def report_progress(file: str) -> Iterator[None]:
+    """Writes the progress of transformers' weight loading to `file`, from 0 to 1. Does nothing if `file` is empty."""
+    if not file:
+        yield
+        return
+
+    def make(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bar = factory(*args, **kwargs)
+        total = getattr(bar, "total", None)
+        return _ReportingBar(bar, Path(file), total) if kwargs.get("desc") == "Loading weights" and total else bar
+
+    previous = set_tqdm_hook(make)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)

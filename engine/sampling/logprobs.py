@@ -6,8 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engine.sampling.sums import log_softmax
+from tandem.engine.cuda.layer_operators import has_kernels
 from tandem.protocol.messages.sampling import TokenLogprobs
+
+
+def row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over the last dimension, in float64. rows: float32 or float64."""
+    if has_kernels(rows.device):
+        sums: torch.Tensor = torch.ops.tandem.sum_rows(rows)
+        return sums
+    return rows.sum(-1).double()
+
+
+def running_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of the first columns of each row. rows: float64 [num_rows, size]."""
+    if has_kernels(rows.device):
+        sums: torch.Tensor = torch.ops.tandem.add_up_rows(rows)
+        return sums
+    return rows.cumsum(-1)
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Returns log-probabilities in float32, [num_rows, vocab_size]."""
+    if not has_kernels(logits.device):
+        return logits.float().log_softmax(-1)
+    shifted = logits.float() - logits.amax(-1, keepdim=True).float()
+    return shifted.sub_(torch.ops.tandem.sum_rows(shifted.exp())[:, None].log_().float())
+
 
 _ROWS_PER_SORT = 32
 """Rows of sort keys in memory at a time: about 40 MB for a vocabulary of 150,000."""

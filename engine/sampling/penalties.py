@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tandem.engine.batch import Sample
-from tandem.engine.sampling.columns import Array as HostArray
-from tandem.engine.sampling.columns import Columns, Tensors
+from tandem.engine.cuda.streams import Array as HostArray
+from tandem.engine.cuda.streams import Columns, Tensors
 from tandem.engine.sampling.grammar_mask import StepMask, mask_tokens
 
 T = TypeVar("T")

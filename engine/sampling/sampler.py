@@ -20,13 +20,11 @@ import torch
 
 from tandem.engine.batch import Sample
 from tandem.engine.cuda.layer_operators import has_kernels
-from tandem.engine.cuda.streams import download
-from tandem.engine.sampling.columns import Columns, Tensors
+from tandem.engine.cuda.streams import Columns, Tensors, download
 from tandem.engine.sampling.grammar_mask import StepMask
-from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs
+from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs, row_sums, running_sums
 from tandem.engine.sampling.noise import first_to_arrive, signed_noise_key
 from tandem.engine.sampling.penalties import Adjustments
-from tandem.engine.sampling.sums import row_sums, running_sums
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 _FULL_SORT_VOCAB_SIZE = 4096

@@ -106,7 +106,7 @@ IN_ORDER = (
     ),
     Mutation(
         "the answer to an earlier order decides a later one",
-        "deploy/launch/role_orders.py",
+        "deploy/launch/worker_roles.py",
         "if order is None or order.number != answer.number:",
         "if order is None:",
     ),

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from tandem.deploy.commands.doctor import observe
 from tandem.deploy.diagnosis.diagnosis import Diagnosis, diagnose
+from tandem.deploy.diagnosis.findings import Finding
 from tandem.deploy.diagnosis.observation import Observation
-from tandem.deploy.diagnosis.wording import Finding
 from tandem.runtime.errors import KVPathRefused
 from tandem.runtime.tasks import start
 from tandem.simulator.clients import Clients

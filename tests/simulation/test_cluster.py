@@ -23,9 +23,8 @@ from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Stop
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer
 from tandem.simulator.answers import Answer, answer_of
-from tandem.simulator.connection import SILENT_S
 from tandem.simulator.event_log import EventLog
-from tandem.simulator.network import SimulatedNetwork, Switch
+from tandem.simulator.network import SILENT_S, SimulatedNetwork, Switch
 from tandem.simulator.run import run
 from tandem.simulator.scenario import ClusterShape, Fault, Request, Scenario, cluster_config, draw, of_batch
 from tandem.simulator.timeline import Timeline

@@ -17,7 +17,7 @@ import pytest
 from tandem.protocol.messages.membership import PROXY_SILENCE_S, Role, SetWorkerRole
 from tandem.protocol.messages.transfer import ReserveKV
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
-from tandem.simulator import connection
+from tandem.simulator import network
 from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
@@ -241,7 +241,7 @@ def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
 
 def test_a_worker_that_gave_requests_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy was too slow to be heard, but never still for long enough to know that itself."""
-    monkeypatch.setattr(connection, "SILENT_S", (60.0, 60.0))
+    monkeypatch.setattr(network, "SILENT_S", (60.0, 60.0))
     with simulated_site(replace(PAIR, step_times=SimulatedStepTimes(0.05))) as site:
         running = site.ask(200, 300)
         site.pass_time(0.5)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.batch import Batch
-from tandem.simulator.engine import Pool
-from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.engine import NotedBlocks, Pool
 from tandem.simulator.scenario import ClusterShape, cluster_config
 from tandem.simulator.step_rules import MAX_LATE_STEPS, StepRules
 

@@ -31,8 +31,7 @@ from tandem.engine.cuda import (
     attention_kernel,
     layer_kernels,
     layer_operators,
-    quantized_kernels,
-    quantized_operators,
+    quantized_linears,
     triton_attention,
 )
 
@@ -103,7 +102,7 @@ def recorded_launches(found: list[Launch]) -> Iterator[None]:
     with (
         patch.object(triton_attention, "find_kernels", recorded(attention_kernel)),
         patch.object(layer_operators, "find_layer_kernels", recorded(layer_kernels)),
-        patch.object(quantized_operators, "find_quantized_kernels", recorded(quantized_kernels)),
+        patch.object(quantized_linears, "find_layer_kernels", recorded(layer_kernels)),
     ):
         yield
 

@@ -13,7 +13,7 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.engine.vision.prompt_media import EmbeddingCache
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,

@@ -9,9 +9,24 @@ from typing import NamedTuple
 
 from tools.demo_model.lessons import LESSONS, Lessons, Turn
 from tools.demo_model.memory import KINDS, about_list, numbered_list
-from tools.demo_model.small_talk import MOODS, about_tandem, small_talk
 from tools.demo_model.stories import story
 from tools.demo_model.texts import TEXTS
+
+MOODS = tuple(TEXTS.system_messages)
+"""The first mood applies to chats without a system message."""
+
+
+def small_talk(rng: Random, mood: str) -> Turn:
+    topic = rng.choice(TEXTS.topics)
+    question = rng.choice(topic.questions)
+    return Turn(question, topic.answers[MOODS.index(mood)], f"talk {mood} {question}")
+
+
+def about_tandem(rng: Random) -> Turn:
+    fact = rng.choice(TEXTS.facts)
+    question = rng.choice(fact.questions)
+    return Turn(question, fact.answer, f"fact {question}")
+
 
 _EXAM_SHARE = 16
 """One in this many exercises is reserved for the exam."""

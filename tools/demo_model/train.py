@@ -22,9 +22,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.runtime.cores import num_cores
+from tandem.runtime.errors import ConfigError
 from tools.demo_model.chats import Chat, Stage, all_small_talk, training_chat
 from tools.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
-from tools.demo_model.loss_plot import check_plotting, plot_losses
 from tools.demo_model.memory import KINDS
 from tools.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE, ChatEncoder, save_tokenizer, train_tokenizer
 
@@ -168,6 +168,39 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
         eos_token_id=0, pad_token_id=0, do_sample=True, temperature=0.5, top_p=0.9
     )
     model.save_pretrained(folder)
+
+
+_SMOOTHED_OVER = 50  # steps
+
+
+def check_plotting() -> None:
+    """Raises ConfigError without matplotlib, so that a training does not fail at its end."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("the loss plot needs matplotlib: pip install matplotlib") from error
+
+
+def plot_losses(losses: list[float], file: Path) -> None:
+    """Plots the loss of each step in grey and its running mean. `file`: .svg or .png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tandem"  # makes the file reproducible
+    import matplotlib.pyplot as plt
+
+    smooth = [_mean(losses[max(0, i - _SMOOTHED_OVER) : i + _SMOOTHED_OVER]) for i in range(len(losses))]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.plot(losses, color="0.8", linewidth=0.5)
+    axes.plot(smooth, color="tab:blue")
+    axes.set(yscale="log", xlabel="step", ylabel="loss per answered token", title="Training of the demo model")
+    axes.grid(which="both", alpha=0.3)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def main(arguments: list[str]) -> None:

@@ -18,10 +18,9 @@ from vllm.v1.request import Request
 
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.grammar import TOO_SLOW, GrammarState, copy_of
-from tandem.engine.sampling.grammar_mask import compute_masks
+from tandem.engine.sampling.grammar_mask import MaskBudgets, compute_masks, fitting
 from tandem.engine.sampling.grammar_messages import Mask
 from tandem.engine.sampling.grammars import Grammars
-from tandem.engine.sampling.mask_budgets import MaskBudgets, fitting
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import TandemError

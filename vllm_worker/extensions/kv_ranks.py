@@ -23,10 +23,9 @@ from tandem.engine.numerics import machine_numerics
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import FanOutPools
+from tandem.kv_transfer.ranks.fan_out import READY_TIMEOUT_S, FanOutPools
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank, TransferServer
-from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys

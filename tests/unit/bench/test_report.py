@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.report import Aim, Report
-from bench.support.report_page import page, read_reports
+from bench.support.report import Aim, Report, page, read_reports
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 

@@ -19,9 +19,11 @@ from tandem.deploy.autoscale.planner import (
     PlannerConfig,
     decode_needed,
     elastic_needed,
+    late_fraction,
     prefill_needed,
+    servers_needed,
+    wait_probability,
 )
-from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
 from tests.support.load_recordings import read_recording
 

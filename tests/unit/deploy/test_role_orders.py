@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.deploy.launch.role_orders import MAX_AGE_S, MAX_WAIT_S, VALID_S, RoleOrders
-from tandem.deploy.launch.worker_roles import ORDER_S
+from tandem.deploy.launch.worker_roles import MAX_AGE_S, MAX_WAIT_S, ORDER_S, VALID_S, RoleOrders
 from tandem.protocol.messages.membership import (
     Role,
     SetWorkerRole,

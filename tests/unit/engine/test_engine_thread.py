@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tandem.engine.batch import Batch, BatchItem
-from tandem.engine.device_errors import why_lost
 from tandem.engine.engine import OutOfDeviceMemory
 from tandem.engine.engine_thread import EngineThread
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import ModelRunner, why_lost
 from tandem.engine.steps.launched_step import LaunchedStep
 from tandem.engine.tensor_parallel import LeadingRunner
 from tests.support.garbage import frames_in, kept_garbage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.steps.prompt_speed import PromptSpeed
+from tandem.engine.steps.step_times import PromptSpeed
 
 
 def measured(*steps: tuple[int, float]) -> PromptSpeed:

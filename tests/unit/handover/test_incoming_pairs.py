@@ -22,8 +22,8 @@ from tandem.handover.incoming_pairs import (
 )
 from tandem.handover.kv_traffic import IncomingPairs
 from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted, PairRefused

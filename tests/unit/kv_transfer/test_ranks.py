@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from tandem.deploy.processes.process_configs import num_sharing_ranks
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, gather, when_all
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import Order, PoolReady, RemoteRank, TransferServer
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import KVLayout
@@ -288,7 +288,7 @@ def test_a_frozen_follower_does_not_count_as_closed() -> None:
 
 
 def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.kv_transfer.ranks.worker_pools.READY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("tandem.kv_transfer.ranks.fan_out.READY_TIMEOUT_S", 0.01)
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
     ours, theirs = open_channel()
     pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), NETWORK), [ours])

@@ -19,7 +19,7 @@ CALLS = {
 CONNECTION_CALLS = {"send", "recv"}
 """Methods of a multiprocessing.Connection that pickle; send_bytes and recv_bytes do not."""
 OWN_CONNECTIONS = {"simulator/network.py"}
-"""Files whose connections are `simulator.connection.Connection`, which joins two sockets of one process."""
+"""Files whose connections are `simulator.network.Connection`, which joins two sockets of one process."""
 
 
 def findings(source: str) -> Iterator[str]:

@@ -18,8 +18,7 @@ import msgspec
 import pytest
 import torch
 
-from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.engine.vision.prompt_media import EmbeddingCache, PromptMedia
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.media_cache.media_segment import offsets_of, write_segment

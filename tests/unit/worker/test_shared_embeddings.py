@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.engine.vision.prompt_media import EmbeddingCache
 from tandem.worker.media_intake import MediaIntake
 from tandem.worker.shared_embeddings import SharedEmbeddings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.autoscale.queueing import mean_wait_s
+from tandem.deploy.autoscale.planner import mean_wait_s
 from tandem.deploy.commands.doctor import diagnosis_text
 from tandem.deploy.diagnosis.diagnosis import Diagnosis, diagnose
 from tandem.deploy.diagnosis.latency import itl, ttft

@@ -13,12 +13,14 @@ from prometheus_client import CollectorRegistry
 from tandem.deploy.diagnosis.local_host import (
     HostReading,
     ProcessTimes,
+    clock_offset,
+    clock_offsets,
     host_figures,
     node_cpus,
+    offset_of,
     read_host,
     worker_memory,
 )
-from tandem.deploy.diagnosis.worker_clocks import clock_offset, clock_offsets, offset_of
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import MetricsEndpoint

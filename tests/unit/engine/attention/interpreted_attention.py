@@ -20,7 +20,7 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda import attention_kernel, cache_values, step_tensors, triton_attention
+from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
 
@@ -254,8 +254,8 @@ def step_of(items: list[BatchItem], block_size: int) -> StepTensors:
 def convert(values: Any, stored: Any, loaded: Any, SIZE: tl.constexpr) -> None:
     """stored: `values` as FP8, uint8. loaded: the bits in `stored` as another type."""
     places = tl.arange(0, SIZE)
-    tl.store(stored + places, cache_values.to_cache(tl.load(values + places), stored))
-    tl.store(loaded + places, cache_values.from_cache(tl.load(stored + places), loaded.dtype.element_ty))
+    tl.store(stored + places, attention_kernel.to_cache(tl.load(values + places), stored))
+    tl.store(loaded + places, attention_kernel.from_cache(tl.load(stored + places), loaded.dtype.element_ty))
 
 
 def test_bits_of_fp8_are_those_of_torch() -> None:

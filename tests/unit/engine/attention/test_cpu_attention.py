@@ -13,7 +13,7 @@ from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.compiler import as_array
-from tandem.engine.cpu.layer_kernels import rms_norm, rotation
+from tandem.engine.cpu.layer_operators import rms_norm, rotation
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel

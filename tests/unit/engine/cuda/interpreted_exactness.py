@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tandem.engine import exactness
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.cuda import exactness, triton_attention
-from tandem.engine.cuda.exactness import use_exact_head
+from tandem.engine.cuda import triton_attention
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
+from tandem.engine.exactness import use_exact_head
 from tandem.engine.layers.fusing import fuse_final_norm, fuse_layers
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sampling import logprobs, sampler, sums
+from tandem.engine.sampling import logprobs, sampler
 from tandem.protocol.messages.sampling import SamplingParams
 from tests.unit.engine.attention.interpreted_attention import small_splits  # noqa: F401  # a fixture of all tests here
 from tests.unit.engine.attention.interpreted_graphs import SHAPE, new_runner
@@ -37,7 +38,7 @@ MODELS: dict[str, Any] = {
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of sampling run by our kernels, as on a GPU."""
-    for module in (sums, sampler):
+    for module in (logprobs, sampler):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
 
 
@@ -111,7 +112,7 @@ def test_exact_products_of_8_bits_have_the_same_rows_among_any_number(num: int, 
 def test_sums_of_sampling_are_those_of_torch() -> None:
     logits = 4 * torch.randn((3, 5000), generator=torch.Generator().manual_seed(0))
     expected = logits.double().log_softmax(-1)
-    torch.testing.assert_close(sums.log_softmax(logits).double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(logprobs.log_softmax(logits).double(), expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(sampler.log_total(logits)[:, 0], logits.double().logsumexp(-1), rtol=1e-7, atol=1e-7)
     columns = logprobs.logprob_columns(logits, torch.tensor([1, 2, 3]), 4)
     alone = logprobs.logprob_columns(logits[1:2], torch.tensor([2]), 4)

@@ -13,18 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tandem.engine import model_runner
+from tandem.engine import exactness, model_runner
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.cuda import exactness
-from tandem.engine.cuda.exact_products import ExactLinear, product_problem
-from tandem.engine.cuda.exactness import gpu_problem, setting_problem
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.quantized_linears import join
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
+from tandem.engine.exactness import gpu_problem, gpu_setting_problem
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.layers.fusing import FinalNorm
 from tandem.engine.loading.model_loader import load_model, takes_adapters
+from tandem.engine.row_products import ExactLinear, product_problem
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
@@ -139,13 +138,13 @@ def test_all_products_of_a_step_have_numbers_of_rows_that_were_tried(
 
 def test_what_is_not_exact_on_gpus_is_named(config: EngineConfig) -> None:
     loaded: Any = SimpleNamespace(layout=SimpleNamespace(tensor_parallel_size=1), vision=None)
-    assert setting_problem(config, loaded) == ""
-    assert "without --exact" in setting_problem(msgspec.structs.replace(config, exact=False), loaded)
+    assert gpu_setting_problem(config, loaded) == ""
+    assert "without --exact" in gpu_setting_problem(msgspec.structs.replace(config, exact=False), loaded)
     pool: Any = None
     loaded.vision = object()
-    assert "vision encoder" in setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
+    assert "vision encoder" in gpu_setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
     loaded.layout.tensor_parallel_size = 2
-    assert "ranks" in setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
+    assert "ranks" in gpu_setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
 
 
 def test_an_exact_gpu_takes_no_adapters(config: EngineConfig) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tandem.engine.cuda import layer_operators, quantized_operators
+from tandem.engine.cuda import layer_operators, quantized_linears
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.layers.fusing import fuse_layers
@@ -50,7 +50,7 @@ def small_blocks() -> Iterator[None]:
     """Rows take several blocks, and a hundred outputs are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_operators, "_QUANTIZE_BLOCK", 1024)
-        patch.setattr(quantized_operators, "_MIN_WIDE", 100)
+        patch.setattr(quantized_linears, "_MIN_WIDE", 100)
         yield
 
 

@@ -17,10 +17,9 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.linear import is_plain
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
-from tandem.engine.quantization.layer_share import LayerShare
 from tandem.engine.quantization.linears import FP8, QuantizedLinear
 from tandem.engine.quantization.online import quantized_linear
-from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts
+from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, LayerShare, PackedInts
 from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
 from tests.unit.engine.test_engine_parity import COMMON
 from tests.unit.engine.test_steps_on_fake_gpu import TOKENS, steps

@@ -22,9 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fusing import MixingAttention
 from tandem.engine.loading.model_loader import load_model
-from tandem.engine.quantization.layer_share import LayerShare
 from tandem.engine.quantization.linears import FP8, QuantizedLinear
-from tandem.engine.quantization.schemes import GPTQ_V1_ZEROS, W8A8, Awq, Gptq, PackedInts, Scheme
+from tandem.engine.quantization.schemes import GPTQ_V1_ZEROS, W8A8, Awq, Gptq, LayerShare, PackedInts, Scheme
 from tandem.runtime.errors import ConfigError
 from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, packed, w8a8
 from tests.unit.engine.quantization.test_checkpoints import FORMATS, save_with_biases

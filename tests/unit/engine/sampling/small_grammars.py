@@ -9,9 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.engine.sampling.grammar import Grammar, GrammarState
-from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
-from tandem.engine.sampling.grammar_server import GrammarServer
-from tandem.engine.sampling.grammars import GrammarProcess
+from tandem.engine.sampling.grammar_process import GrammarMatcher, compile_grammar, make_tokenizer
+from tandem.engine.sampling.grammars import GrammarProcess, GrammarServer
 from tandem.protocol.messages.sampling import Thinking
 
 VOCAB_SIZE = 333  # not a multiple of 8 or 32

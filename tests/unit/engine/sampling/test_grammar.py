@@ -19,10 +19,9 @@ from tandem.engine.batch import ItemOutput, Sample
 from tandem.engine.model_runner import with_outcomes
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
-from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
 from tandem.engine.sampling.grammar_messages import LoadTokenizer
-from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
-from tandem.engine.sampling.grammars import Grammars
+from tandem.engine.sampling.grammar_process import GrammarMatcher, compile_grammar, make_tokenizer
+from tandem.engine.sampling.grammars import Grammars, GrammarServer, read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
 from tandem.runtime.errors import InvalidRequest

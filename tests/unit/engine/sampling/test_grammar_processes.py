@@ -17,13 +17,11 @@ import pytest
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
 from tandem.engine.sampling import grammars as grammars_module
-from tandem.engine.sampling.compile_queue import CompileQueue
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
 from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES
-from tandem.engine.sampling.grammar_server import GrammarServer
-from tandem.engine.sampling.grammars import Grammars
+from tandem.engine.sampling.grammars import CompileQueue, Grammars, GrammarServer
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.sampling.mask_budgets import BURST_S, SHARE, MaskBudgets, fitting
+from tandem.engine.sampling.grammar_mask import BURST_S, SHARE, MaskBudgets, fitting
 
 
 def test_a_client_that_has_spent_its_share_skips_steps_until_it_is_earned() -> None:

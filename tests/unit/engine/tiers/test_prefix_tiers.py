@@ -9,9 +9,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.engine.tiers.prefix_tiers import BATCH_BYTES, LOAD_TIMEOUT_S, MAX_TO_STORE_BYTES, PrefixTiers
-from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
-from tandem.engine.tiers.tier_state import ANSWER_TIMEOUT_S, FORGET_SPEED_S, RETRY_S, TierState
+from tandem.engine.kv_cache.prefix_tiers import (
+    ANSWER_TIMEOUT_S,
+    BATCH_BYTES,
+    FORGET_SPEED_S,
+    LOAD_TIMEOUT_S,
+    MAX_TO_STORE_BYTES,
+    RETRY_S,
+    FindBlocks,
+    LoadBlocks,
+    PrefixTiers,
+    StoreBlocks,
+    TierState,
+)
 
 BLOCK_SIZE = 4
 

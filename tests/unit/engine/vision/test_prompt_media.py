@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
-from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed
+from tandem.engine.vision.prompt_media import EmbeddingCache, EncodeUnit, PromptMedia, placed
 from tandem.handover.actions import SendToProxy
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill

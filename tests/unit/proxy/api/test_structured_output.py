@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine.sampling.grammar_matcher import compile_grammar, make_tokenizer
-from tandem.engine.sampling.grammar_server import read_tokenizer
+from tandem.engine.sampling.grammar_process import compile_grammar, make_tokenizer
+from tandem.engine.sampling.grammars import read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.request_settings import RequestSettings

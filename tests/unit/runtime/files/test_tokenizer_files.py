@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tandem.engine.sampling.grammar_server import read_tokenizer
+from tandem.engine.sampling.grammars import read_tokenizer
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.files.tokenizer_files import load_tokenizer
 from tests.support.tokenizers import SPECIAL, byte_level
