@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, WorkerLoad
-from tandem.proxy.cluster.worker_load import WorkerUse
+from tandem.proxy.cluster.worker_record import WorkerUse
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
 from tandem.simulator.site import SimulatedLauncher
 from tandem.worker.tier_traffic import REFRESH_INTERVAL_S

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S
 from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import PROXY_SILENCE_S
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
