@@ -10,11 +10,10 @@ import msgspec
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN, token_array, unpack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, token_array, unpack_token_ids
-from tandem.protocol.prefix_hash import BlockHasher
+from tandem.protocol.prefix_hash import BlockHasher, client_of
 
 
 def num_blocks_needed(request: PromptMessage, block_size: int) -> int:

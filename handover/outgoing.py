@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.handover.actions import A, Actions, SendToPeer, Ship
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
 

@@ -27,7 +27,7 @@ from tandem.prefill_worker.prompt import PrefillPrompt, PromptTable
 from tandem.prefill_worker.step import PrefillStep, plan_step
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.packed import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken
 from tandem.runtime.errors import (
     DeadlineExceeded,

@@ -18,11 +18,10 @@ from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.handover.outgoing import OutgoingTransfer
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken
-from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.protocol.prefix_hash import BlockHasher
+from tandem.protocol.prefix_hash import BlockHasher, client_of
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Hashes of full KV blocks, by which equal prefixes are found again. Pure.
+"""Hashes of full KV blocks, by which equal prefixes are found again, and salts that keep clients' prefixes apart. Pure.
 
 A block's hash covers its tokens and the hash of the block before it, and so everything that its keys and values depend
 on, as in vLLM's automatic prefix caching. The hash is cryptographic, because prompts with colliding hashes would read
@@ -6,19 +6,21 @@ each other's KV.
 
 Proxies compute the same hashes to find the workers that hold a prompt's prefix. Workers send them shortened to eight
 bytes; a collision there only sends a prompt to a worker that has less of it.
+
+A salt tells workers whose request it is without telling them the API key.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.media import MediaItem
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, pack_token_ids
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN, pack_token_ids
 
 _DIGEST_BYTES = 16
 
@@ -106,3 +108,23 @@ class BlockHasher:
                 break
             digest.update(span.start.to_bytes(8, "little") + span.offset.to_bytes(8, "little") + span.digest)
         return digest.digest()
+
+
+_CLIENT_CHARACTERS = 16
+"""Characters at the start of a scoped salt that are the same in all requests of a client."""
+
+
+def scoped_salt(cache_scope: str, cache_salt: str) -> str:
+    """Returns the salt of a request's cached prefixes: its own salt within the scope of its API key.
+
+    cache_scope: "" without API keys; then the request's own salt is used as it is.
+    """
+    if not cache_scope:
+        return cache_salt
+    client = sha256(b"tandem client\0" + cache_scope.encode()).hexdigest()[:_CLIENT_CHARACTERS]
+    return client + sha256(b"tandem cache salt\0" + f"{cache_scope}\0{cache_salt}".encode()).hexdigest()
+
+
+def client_of(scoped_salt: str) -> str:
+    """Returns what is the same in all requests of a client, whatever salts they name. "" without API keys and salts."""
+    return scoped_salt[:_CLIENT_CHARACTERS]

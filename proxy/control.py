@@ -10,8 +10,10 @@ import logging
 import math
 from pathlib import Path
 
+from prometheus_client import Histogram
+
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.checks import check_register
+from tandem.protocol.messages.checks import check_register, plausible_status
 from tandem.protocol.messages.dispatch import AbortAllAttempts, Ping, Pong, ToProxy
 from tandem.protocol.messages.membership import (
     ChangeRole,
@@ -21,10 +23,13 @@ from tandem.protocol.messages.membership import (
     DrainWorker,
     GetStatus,
     GetTimeline,
+    LatencyBuckets,
     LeaveCluster,
+    PredictionFigures,
     RegisterWorker,
     RegistrationRefused,
     Role,
+    ServingFigures,
     SetWorkerRole,
     StatusReport,
     TimelineReport,
@@ -35,16 +40,18 @@ from tandem.protocol.messages.membership import (
     WorkerOrdered,
     WorkerStatus,
 )
-from tandem.protocol.messages.plausible import plausible_status
 from tandem.protocol.messaging import Network
+from tandem.proxy.admission.admission import Admission
 from tandem.proxy.cluster.worker_record import MembershipChange
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.dispatch.dispatcher import WorkerConnections
+from tandem.proxy.dispatch.generation import CAPACITY_REASONS
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
 from tandem.runtime.files.whole_file import write_whole
+from tandem.telemetry.proxy_metrics import PREDICTED, Predictions, ProxyMetrics
+from tandem.telemetry.request_log import PLACEMENTS
 
 log = logging.getLogger(__name__)
 
@@ -293,3 +300,36 @@ class Control:
         if self._announcement is not None:
             self._announcement.cancel()
         self._socket.close()
+
+
+def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:
+    metrics.per_token.flush()
+    return ServingFigures(
+        num_waiting=admission.num_waiting,
+        num_prompt_tokens=int(metrics.prompt_tokens._value.get()),
+        num_output_tokens=int(metrics.generation_tokens._value.get()),
+        num_finished=int(sum(bucket.get() for bucket in metrics.e2e._buckets)),
+        ttft=_buckets(metrics.ttft),
+        itl=_buckets(metrics.per_token.itl),
+        e2e=_buckets(metrics.e2e),
+        stages_s={name: stage._sum.get() for name, stage in metrics.stages.items()},
+        num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in CAPACITY_REASONS)),
+        predictions={latency: _predictions(metrics.predictions, latency) for latency in PREDICTED},
+        placements={each: int(metrics.placements.labels(each)._value.get()) for each in PLACEMENTS},
+        stages={name: _buckets(stage) for name, stage in metrics.stages.items()},
+    )
+
+
+def _predictions(predictions: Predictions, latency: str) -> PredictionFigures:
+    return PredictionFigures(
+        int(predictions.count.labels(latency)._value.get()),
+        predictions.predicted_s.labels(latency)._value.get(),
+        predictions.measured_s.labels(latency)._value.get(),
+        predictions.error_s.labels(latency)._value.get(),
+    )
+
+
+def _buckets(histogram: Histogram) -> LatencyBuckets:
+    # prometheus_client has no public way to read single values. They are of this process, also in a shared folder.
+    *bounds, _ = histogram._upper_bounds
+    return LatencyBuckets(list(bounds), [int(bucket.get()) for bucket in histogram._buckets])

@@ -20,25 +20,19 @@ from starlette.types import ASGIApp
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.sockets import new_context
-from tandem.proxy.admission.admission import MAX_INPUTS, Admission
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.admission.queue_delay import QueueDelayController
+from tandem.proxy.admission.admission import MAX_INPUTS, Admission, QueueDelayController
+from tandem.proxy.admission.budgets import AnswerBudget, ClientSlots, DescriptorBudget
 from tandem.proxy.batches.runner import BatchRunner
-from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
-from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.dispatch.dispatcher import Dispatcher, WorkerConnections, WorkerReadiness
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import make_admin_app, make_app, make_batch_app
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.connections.accept import connection_factory
-from tandem.proxy.http.connections.client_connection import track_requests
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+from tandem.proxy.http.client_connection import connection_factory, track_requests
+from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.parsers.parser_names import log_formats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from tandem.protocol.messages.prompt_logprobs import unpack_logprobs
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.protocol.messages.packed import unpack_logprobs
+from tandem.proxy.dispatch.generation import TextDelta
 from tandem.simulator.answers import answer_of, prompt_logprobs_of
 from tandem.simulator.sampling import after, start_state
 from tandem.simulator.scenario import Request

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import TOO_SLOW, Grammar, MaskProcess, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.runtime.errors import ErrorInfo
 from tandem.simulator.sampling import grammar_digest, grammar_fails
 from tandem.simulator.timeline import ProcessLoop

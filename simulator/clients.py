@@ -10,14 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.dispatch import AdapterRef
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.adapter_table import NamedAdapter
-from tandem.proxy.dispatch.crashes import MAX_DEATHS
-from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.dispatch.generation import Generation, TextDelta
+from tandem.proxy.dispatch.sequence import MAX_DEATHS
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import TandemError
@@ -35,7 +34,7 @@ def expected_errors(num_kills: int, limits: AdmissionSettings) -> set[str]:
     """Returns the codes that clients may get. A lost worker alone costs no request.
 
     num_kills: workers that faults kill; a request that several of them computed may be taken for the cause
-    (`proxy.dispatch.crashes`).
+    (`proxy.dispatch.sequence`).
     """
     is_tight = limits.ttft_slo_ms or limits.max_waiting_requests < AdmissionSettings().max_waiting_requests
     codes = {"no_worker_ready", *LATE_ERRORS}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.simulator.scenario import Request
 
 MAX_ENTRIES = 500_000

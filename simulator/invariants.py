@@ -11,9 +11,9 @@ from typing import Any
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S
 from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, PROXY_SILENCE_S, WorkerLoad
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
-from tandem.proxy.cluster.worker_load import WorkerUse
+from tandem.proxy.cluster.worker_record import WorkerUse
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
 from tandem.simulator.cluster import SimulatedCluster

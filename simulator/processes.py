@@ -24,17 +24,15 @@ from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.membership import Role, WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.messaging import Network
-from tandem.proxy.admission.admission import MAX_INPUTS
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.queue_delay import QueueDelayController
-from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.admission.admission import MAX_INPUTS, QueueDelayController
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
+from tandem.proxy.dispatch.dispatcher import WorkerConnections, WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.text.model_defaults import SamplingDefaults
+from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve

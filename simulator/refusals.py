@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.proxy.admission.admission import DEFAULT_PRIORITY, Admission, QueueFull, Ticket
-from tandem.proxy.admission.queue_delay import MIN_WAITING
+from tandem.proxy.admission.admission import DEFAULT_PRIORITY, MIN_WAITING, Admission, QueueFull, Ticket
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import TandemError
 from tandem.simulator.scenario import Request

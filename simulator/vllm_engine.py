@@ -22,11 +22,10 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import GrammarState
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN, pack_logprobs
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.protocol.prefix_hash import client_of
 from tandem.simulator.attachments import SimulatedAdapters, SimulatedGrammars
 from tandem.simulator.engine import SimulatedEngine
 from tandem.vllm_worker.scheduler.engine_orders import (

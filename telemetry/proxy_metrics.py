@@ -1,7 +1,8 @@
 """Prometheus metrics of the proxies. Names follow vLLM's, with `tandem_` in front, so that dashboards carry over.
 
 TTFT: arrival of the HTTP request to the first token. ITL: between two token messages of one sequence. TPOT: mean time
-per output token after the first. E2E: arrival to the last piece of text. The stages of `telemetry.stages` add up to it.
+per output token after the first. E2E: arrival to the last piece of text. The stages of
+`telemetry.request_log` add up to it.
 
 Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client keeps all values in files there, one set
 for each process, and any process renders the sum. Counters of a process that has ended keep their value.
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, Literal
+from collections.abc import Iterable
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
-from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes, stage_times
+from tandem.telemetry.request_log import PLACEMENTS, STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,8 +35,6 @@ _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 PREDICTED: Final = ("ttft", "itl")
 """Latencies that the router predicts. ttft begins at the dispatch; itl is the mean of a sequence, thus its TPOT."""
 
-MAX_SHOWN_ATTEMPTS = 6
-"""Attempts of a sequence whose events its timeline has: the first and the last ones."""
 _FLUSH_INTERVAL_S = 1.0
 """How often per-token counts are added to prometheus_client, where one shared observation takes about 5 us."""
 
@@ -220,90 +219,3 @@ class Predictions:
         self.predicted_s.labels(latency).inc(predicted_s)
         self.measured_s.labels(latency).inc(measured_s)
         self.error_s.labels(latency).inc(abs(measured_s - predicted_s))
-
-
-class SequenceTimer:
-    """Measures one sequence by the moments at which its tokens arrived (seconds of one monotonic clock).
-
-    attempts: filled in by the dispatcher. stages: seconds by name, once the sequence has finished.
-    """
-
-    def __init__(self, metrics: ProxyMetrics, arrived_at: float, attempts: list[AttemptTimes]) -> None:
-        self._metrics = metrics
-        self._tally = metrics.per_token
-        self._arrived_at = arrived_at
-        self._attempts = attempts
-        self._first_at = 0.0
-        self._last_at = 0.0
-        self._finished_at: float | None = None
-        self._detokenize_s = 0.0
-        self.num_tokens = 0
-        self.stages: dict[str, float] | None = None
-
-    @property
-    def ttft_s(self) -> float | None:
-        return self._first_at - self._arrived_at if self._first_at else None
-
-    @property
-    def e2e_s(self) -> float | None:
-        return None if self._finished_at is None else self._finished_at - self._arrived_at
-
-    def on_tokens(self, now: float, num_tokens: int) -> None:
-        if self._first_at:
-            self._tally.on_tokens(now, num_tokens, now - self._last_at)
-        else:
-            self._first_at = now
-            if self._attempts:
-                self._on_first_token(now, self._attempts[-1])
-            self._metrics.ttft.observe(now - self._arrived_at)
-            self._tally.on_tokens(now, num_tokens, None)
-        self._last_at = now
-        self.num_tokens += num_tokens
-
-    def _on_first_token(self, now: float, attempt: AttemptTimes) -> None:
-        attempt.delivered_at = now
-        self._metrics.placements.labels(attempt.placement).inc()
-        if attempt.predicted_ttft_s:
-            self._metrics.predictions.observe("ttft", attempt.predicted_ttft_s, now - attempt.dispatched_at)
-
-    def on_text(self, now: float) -> None:
-        """The tokens of the last `on_tokens` have been detokenised."""
-        self._detokenize_s += now - self._last_at
-
-    def on_finished(self, now: float) -> None:
-        """Observes TPOT, E2E and the stages of a sequence that ended normally. Failed and aborted ones are left out."""
-        self._finished_at = now
-        if self.num_tokens > 1:
-            tpot_s = (self._last_at - self._first_at) / (self.num_tokens - 1)
-            self._metrics.tpot.observe(tpot_s)
-            if len(self._attempts) == 1 and (predicted_s := self._attempts[0].predicted_itl_s):
-                self._metrics.predictions.observe("itl", predicted_s, tpot_s)
-        self._metrics.e2e.observe(now - self._arrived_at)
-        if self._attempts:
-            self.stages = stage_times(self._arrived_at, self._attempts, now, self._detokenize_s)
-            for name, seconds in self.stages.items():
-                self._metrics.stages[name].observe(seconds)
-
-    def keep_shown(self) -> None:
-        """Forgets the attempts that `events` leaves out, once the sequence has ended."""
-        self._attempts = self._shown()
-
-    def _shown(self) -> list[AttemptTimes]:
-        attempts = self._attempts
-        if len(attempts) <= MAX_SHOWN_ATTEMPTS:
-            return attempts
-        return attempts[: MAX_SHOWN_ATTEMPTS // 2] + attempts[-(MAX_SHOWN_ATTEMPTS // 2) :]
-
-    def num_events(self) -> int:
-        """Returns how many `events` there are."""
-        own = bool(self._first_at) + (self._finished_at is not None)
-        return own + sum(attempt.num_events() for attempt in self._shown())
-
-    def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
-        """Yields (moment, name, details) of the first and the last attempts, MAX_SHOWN_ATTEMPTS together."""
-        for attempt in self._shown():
-            yield from attempt.events()
-        if self._first_at:
-            yield self._first_at, "first token delivered", {}
-        if self._finished_at is not None:
-            yield self._finished_at, "last text", {"tokens": self.num_tokens}

@@ -25,11 +25,10 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.sampling.grammars import Grammars
 from tandem.prefill_worker.prompt import PrefillPrompt
-from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request
-from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import InternalError, InvalidRequest
 
 LOAD_TIMEOUT_S = 300.0

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.vision.media_tensors import numbered, open_tensors
 from tandem.engine.vision.prompt_media import EmbeddingCache, PromptMedia
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
+from tandem.protocol.prefix_hash import client_of
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 from tandem.runtime.tasks import start_job
 from tandem.worker.remote_media import RemoteMedia

@@ -24,7 +24,6 @@ from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
 from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
@@ -36,6 +35,7 @@ from tandem.protocol.messages.dispatch import (
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, TierFigures, WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.messaging import Network
+from tandem.protocol.prefix_hash import client_of
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.version import own_version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.runtime.logs import LogSettings

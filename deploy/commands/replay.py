@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.proxy.records.record import (
     MAX_FILE_BYTES,
     DamagedRecord,

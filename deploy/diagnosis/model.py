@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.deploy.autoscale.planner import mean_wait_s
 from tandem.deploy.diagnosis.observation import Observation, ObservedWorker
-from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
+from tandem.proxy.cluster.worker_record import TypicalSpeed, WorkerUse
 
 
 class ClusterModel:

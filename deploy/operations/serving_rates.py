@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.protocol.messages.membership import StatusReport
-from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
+from tandem.protocol.messages.membership import LatencyBuckets, PredictionFigures, ServingFigures, StatusReport
 
 QUANTILES = (0.5, 0.9, 0.99)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.engine.batch import Batch
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask
 from tandem.proxy.text.prompt import Prompt

@@ -16,14 +16,14 @@ import msgspec
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.engine.engine_config import EngineConfig
 from tandem.media_cache.media_cache_config import MediaCacheConfig
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.records.record_settings import check_folder
+from tandem.proxy.proxy_settings import check_folder
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load
 
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.runtime.errors import first_line
 from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter, Shape, read_unchanged_adapter, tensor_names
 from tandem.runtime.threads import show_thread_name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.sampling import (
     FinishReason,
@@ -21,6 +20,16 @@ from tandem.protocol.messages.sampling import (
 from tandem.runtime.errors import ErrorInfo
 
 
+class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter as requests name it.
+
+    digest: of the adapter's files (`runtime.files.lora_files`); part of prefix hashes. folder: absolute path from
+    which workers load it."""
+
+    digest: str
+    folder: str
+
+
 class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Fields that StartPrefill and PrepareDecode share."""
 
@@ -29,7 +38,7 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     """One for each sequence that shares the prompt."""
     transfer_id: str
     token_ids: bytes
-    """Prompt, see `protocol.messages.token_ids`; the last `num_generated` tokens come from earlier attempts."""
+    """Prompt, see `protocol.messages.packed`; the last `num_generated` tokens come from earlier attempts."""
     sampling: SamplingParams
     seeds: list[int]
     """One for each attempt, which replaces `sampling.seed`."""
@@ -122,7 +131,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     prefill_s: float
     """Seconds from the first chunk to this token."""
     prompt_logprobs: list[bytes] | None = None
-    """For every prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`)."""
+    """For every prompt token but the first, if requested, packed (`protocol.messages.packed`)."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     embedding: bytes | None = None

@@ -8,14 +8,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from tandem.protocol.messages.sampling import SampledToken
-from tandem.proxy.admission.answer_budget import HeldAnswer
-from tandem.proxy.answers.answers import Answers, Choice
+from tandem.proxy.admission.budgets import HeldAnswer
+from tandem.proxy.answers.answers import Answers, Choice, CompletionArrays, PromptPart
 from tandem.proxy.answers.json_parts import Holes, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import completion_logprobs
-from tandem.proxy.answers.prompt_part import CompletionArrays, PromptPart
 from tandem.proxy.api.answer_bodies import CompletionChoice, CompletionLogprobs, CompletionResponse
-from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.dispatch.generation import Generation, TextDelta
 
 
 class EncodedCompletionChoice(Choice):

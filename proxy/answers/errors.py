@@ -12,8 +12,8 @@ from starlette.responses import Response
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.admission.browser_rules import OriginNotAllowed
+from tandem.proxy.answers.http_answers import ClientDisconnected, id_header, is_anthropic, request_id_of
 from tandem.proxy.answers.json_parts import encode
-from tandem.proxy.answers.request_id import id_header, is_anthropic, request_id_of
 from tandem.proxy.api.answer_bodies import ErrorDetail, ErrorResponse
 from tandem.proxy.api.messages_api.messages_response import MessagesError, MessagesErrorDetail
 from tandem.proxy.api.responses_api.response_store import ResponseNotFound
@@ -111,10 +111,6 @@ class RoleRefused(InvalidRequest):
     """A worker cannot take a role now."""
 
     code = "role_refused"
-
-
-class ClientDisconnected(RequestAborted):
-    """The client has closed its connection before the answer was complete."""
 
 
 _STATUS: dict[type[TandemError], int] = {

@@ -1,25 +1,73 @@
-"""Answers as HTTP responses: whole, or a stream of events, which may show the request's timeline.
+"""Answers as HTTP responses: whole, a stream of events or a file, with the id of their request.
+
+A stream may show the timeline of its request.
 
 Work for a client that disconnects is cancelled.
+
+The id of a request is the client's own from `X-Request-Id`, or a new one. The answer carries the same header. Answers
+of the Messages API have it as `request-id` too, where Anthropic's clients look for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import NoReturn, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
 import msgspec
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.answers.errors import ClientDisconnected
+from tandem.proxy.admission.budgets import DescriptorBudget
 from tandem.proxy.answers.json_parts import Part, pieces
-from tandem.runtime.errors import InvalidRequest
+from tandem.proxy.api.schema import REQUEST_ID_PATTERN
+from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tandem.runtime.tasks import start
 from tandem.telemetry.request_log import RequestRecord
+
+ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
+_VALID = re.compile(REQUEST_ID_PATTERN)
+
+
+class ClientDisconnected(RequestAborted):
+    """The client has closed its connection before the answer was complete."""
+
+
+def request_id_of(request: Request) -> str:
+    """Returns the same id for every call with this request. An invalid header is ignored."""
+    state = request.scope["state"]
+    known: str | None = state.get("request_id")
+    if known is None:
+        given = request.headers.get(ID_HEADER, "")
+        known = given if _VALID.fullmatch(given) else secrets.token_hex(12)
+        state["request_id"] = known
+    return known
+
+
+def check_request_id(request: Request) -> None:
+    """Raises InvalidRequest where the client's header is invalid."""
+    given = request.headers.get(ID_HEADER)
+    if given is not None and not _VALID.fullmatch(given):
+        raise InvalidRequest("X-Request-Id must be 1 to 128 visible ASCII characters without spaces.", ID_HEADER)
+
+
+def id_header(request: Request) -> dict[str, str]:
+    request_id = request_id_of(request)
+    return (
+        {ID_HEADER: request_id, ANTHROPIC_ID_HEADER: request_id} if is_anthropic(request) else {ID_HEADER: request_id}
+    )
+
+
+def is_anthropic(request: Request) -> bool:
+    """Returns whether the request is for Anthropic's Messages API."""
+    return str(request.scope.get("path", "")).startswith("/v1/messages")
+
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 15.0
@@ -235,3 +283,34 @@ async def with_timeline(events: AsyncGenerator[bytes, None], record: RequestReco
                 event = comment + event
                 num_known, num_bytes = num_events, num_bytes + len(comment)
             yield event
+
+
+_NUM_DESCRIPTORS = 2
+"""The one by which the file is found, and the one that Starlette reads."""
+
+
+class Download(FileResponse):
+    """A file, which is open while the client reads it: its descriptors count until then.
+
+    It may be deleted at any moment. So it is opened before anything is sent, and found by its descriptor from then on.
+    """
+
+    def __init__(
+        self,
+        open_file: Callable[[], Awaitable[BinaryIO]],
+        descriptors: DescriptorBudget,
+        client: str,
+        headers: dict[str, str],
+        media_type: str = "application/octet-stream",
+    ) -> None:
+        """open_file: may raise the error that tells the client why there is no such file."""
+        super().__init__("", headers=headers, media_type=media_type)
+        self._open = open_file
+        self._descriptors = descriptors
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ClientShareExceeded, Overloaded and as `open_file` does before anything is sent."""
+        with self._descriptors.hold(self._client, _NUM_DESCRIPTORS), await self._open() as file:
+            self.path = f"/proc/self/fd/{file.fileno()}"
+            await super().__call__(scope, receive, send)

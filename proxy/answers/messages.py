@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from tandem.proxy.answers.chat import ParsedAnswers
 from tandem.proxy.answers.errors import messages_error
 from tandem.proxy.answers.json_parts import Part, encode
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.api.messages_api.messages_response import (
     AnsweredBlock,
     AnsweredText,
@@ -37,11 +37,9 @@ from tandem.proxy.api.messages_api.messages_response import (
     ThinkingPiece,
     ThinkingTokensDetails,
 )
-from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.dispatch.generation import Generation, TextDelta
 from tandem.proxy.parsers.parsed import Parsed
-from tandem.proxy.text.call_arguments import INVALID_ARGUMENTS
-from tandem.proxy.text.call_ids import new_call_id
+from tandem.proxy.text.tool_calls import INVALID_ARGUMENTS, new_call_id
 from tandem.runtime.errors import TandemError
 
 
@@ -55,7 +53,7 @@ class BlockWriter:
     """Makes the events of content blocks from parsed text. Only one block is open at a time."""
 
     def __init__(self, shows_thinking: bool, has_short_ids: bool = False, signing_key: bytes = b"") -> None:
-        """has_short_ids: see `call_ids.new_call_id`. signing_key: of the signatures of thinking blocks."""
+        """has_short_ids: see `tool_calls.new_call_id`. signing_key: of the signatures of thinking blocks."""
         self._shows_thinking = shows_thinking
         self._has_short_ids = has_short_ids
         self._signing_key = signing_key

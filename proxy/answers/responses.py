@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec.structs import replace
 
+from tandem.proxy.answers.chat import ParsedAnswers
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.json_parts import Part, encode
 from tandem.proxy.answers.messages import encode_event
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.api.responses_api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses_api.responses_answer import (
     RESPONSE_ID_PREFIX,
@@ -54,10 +54,9 @@ from tandem.proxy.api.responses_api.responses_answer import (
     item_id,
 )
 from tandem.proxy.api.responses_api.responses_request import CalledTool
-from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.dispatch.generation import Generation, TextDelta
 from tandem.proxy.parsers.parsed import Parsed
-from tandem.proxy.text.call_ids import new_call_id
+from tandem.proxy.text.tool_calls import new_call_id
 from tandem.runtime.errors import TandemError
 
 log = logging.getLogger("proxy")
@@ -77,7 +76,7 @@ class ItemWriter:
     ) -> None:
         """called: what the answer calls functions, by the names that the model knows, where it is not the same.
 
-        has_short_ids: see `call_ids.new_call_id`.
+        has_short_ids: see `tool_calls.new_call_id`.
         """
         self._called = called or {}
         self._has_short_ids = has_short_ids

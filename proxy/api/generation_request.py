@@ -8,12 +8,12 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
+from tandem.protocol.messages.packed import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
-from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
-from tandem.proxy.api.output_grammar import FreeReason, OutputGrammar
+from tandem.proxy.admission.budgets import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.responses_request import ResponseOptions
+from tandem.proxy.api.structured_output import FreeReason, OutputGrammar
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease

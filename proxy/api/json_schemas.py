@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tandem.protocol.messages.grammar import GrammarCheck
-from tandem.proxy.api.chat_messages import JsonObject
+from tandem.proxy.api.schema import JsonObject
 
 MAX_PARTS = 200
 """Parts of a schema that are checked, each with the schema's definitions."""

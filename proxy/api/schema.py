@@ -2,17 +2,322 @@
 
 `/openapi.json` and docs/api.md are generated from these types: ranges and descriptions exist only here. Fields that are
 known but not supported are declared too, so that validation refuses them instead of ignoring them.
+
+Messages come first, then structured output and tools, then the bodies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
-from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
-from tandem.proxy.api.output_fields import MAX_FUNCTIONS, NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
+from tandem.protocol.messages.media import MediaKind
+
+JsonObject = dict[str, Any]
+
+MAX_CHAT_MESSAGES = 65_536
+"""Messages of a chat, and, for the Responses API, items of the input."""
+MAX_CHAT_PARTS = 65_536
+"""Content parts and tool calls of all messages of a request."""
+
+TEXT_FIELDS = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
+"""Field with the content of a part, by the part's type. Some clients send parts of OpenAI's Responses API."""
+MEDIA_FIELDS: dict[str, tuple[str, MediaKind]] = {
+    "image_url": ("image_url", "image"), "input_image": ("image_url", "image"),
+    "video_url": ("video_url", "video"), "input_video": ("video_url", "video"),
+}  # fmt: skip
+_PART_TYPES = [*TEXT_FIELDS, *MEDIA_FIELDS]
+_PART_FIELDS = ("text", "refusal", "thinking", "image_url", "video_url")
+"""Fields of a part that may hold its content."""
+
+
+class MediaUrl(msgspec.Struct):
+    """url: data, http, https, or file where the server allows it. detail: accepted and ignored."""
+
+    url: str
+    detail: str | None = None
+
+
+class ThoughtText(msgspec.Struct):
+    text: str = ""
+
+
+class ContentPart(msgspec.Struct):
+    """type: names the field that holds the content; if it is missing, that is the field that is given."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": _PART_TYPES})] | None = None
+    text: str | None = None
+    refusal: str | None = None
+    thinking: Annotated[
+        str | list[ThoughtText] | None,
+        Meta(description="earlier thinking, which stands for `reasoning` in a message of the assistant"),
+    ] = None
+    image_url: Annotated[MediaUrl | str | None, Meta(description="a PNG, JPEG, WebP or GIF; docs/media.md")] = None
+    video_url: Annotated[MediaUrl | str | None, Meta(description="an MP4 or WebM; docs/media.md")] = None
+
+    @property
+    def kind(self) -> str | None:
+        """The type; without one it is the field that is given, or None."""
+        if self.type is not None:
+            return self.type
+        return next((field for field in _PART_FIELDS if getattr(self, field) is not None), None)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is a part of text whose content is null, as clients write empty ones. It is left out."""
+        return self.type in TEXT_FIELDS and all(getattr(self, field) is None for field in _PART_FIELDS)
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: Annotated[
+        Any,
+        Meta(description="a JSON object, or a string that contains one; templates get anything else as text"),
+    ] = None
+
+
+class CustomCall(msgspec.Struct):
+    """A call of a custom tool, which the model knows as a function with the argument `input`."""
+
+    name: str
+    input: str
+
+
+_NO_CALL = FunctionCall("")
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall = field(default_factory=lambda: _NO_CALL)
+    """Required unless the type is custom."""
+    id: str | None = None
+    type: str | None = "function"
+    custom: CustomCall | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.custom is not None:
+            self.function = FunctionCall(self.custom.name, {"input": self.custom.input})
+        elif self.type == "custom" or self.function is _NO_CALL:
+            raise ValueError(f"Object missing required field `{'custom' if self.type == 'custom' else 'function'}`")
+
+
+class ChatMessage(msgspec.Struct):
+    """role: developer, system, user, assistant, tool, or another role that the chat template supports."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: Annotated[
+        str | Sequence[ContentPart | str] | None,
+        Meta(description="text or content parts; null is refused for the roles system, developer and user"),
+    ] = None
+    refusal: Annotated[str | None, Meta(description="stands for a content of null")] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Meta(description="earlier calls of the assistant")] = None
+    function_call: Annotated[FunctionCall | None, Meta(description="older form of tool_calls, for one call")] = None
+    tool_call_id: Annotated[str | None, Meta(description="in a tool message: the call that it answers")] = None
+    reasoning: Annotated[str | None, Meta(description="earlier thinking, for templates that render it")] = None
+    reasoning_content: Annotated[str | None, Meta(description="older name of reasoning")] = None
+
+
+MAX_FUNCTIONS = 1024
+"""Functions of a request, those in namespaces included."""
+SERVED_TOOLS = ("function", "custom")
+"""Types of tools; those of other types are skipped."""
+CUSTOM_INPUT = "input"
+"""The one argument of the function that the model gets for a custom tool."""
+
+FunctionName = Annotated[str, Meta(pattern=r"^[\w.-]{1,128}$(?!\n)")]
+"""Letters of any script: all families' formats can write them."""
+Parameters = JsonObject | str | bool | list[Any] | None
+"""JSON schema of a tool's arguments, in any form that clients send: see `FunctionDefinition.schema`."""
+
+GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """strict: true refuses schema keywords that cannot be enforced; otherwise they are ignored, which is logged."""
+
+    name: str = ""
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """json_schema: required if the type is json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's field; exactly one member is set. grammar: Lark or GBNF."""
+
+    json: str | JsonObject | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class FunctionDefinition(msgspec.Struct):
+    """parameters: JSON schema of the arguments, perhaps in a string. strict: true refuses keywords that cannot be
+    enforced."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = self.parameters
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given) if given.strip() else None
+            except (msgspec.DecodeError, RecursionError):
+                return
+        if given is True:
+            given = {"type": "object"}
+        self.parameters = given or None  # PHP writes an empty object as []
+
+    @property
+    def schema(self) -> JsonObject | None:
+        """The schema for the chat template and for parsers. What is no schema allows any object."""
+        given = self.parameters
+        return given if given is None or isinstance(given, dict) else {"type": "object"}
+
+
+class InputGrammar(msgspec.Struct):
+    definition: str
+    syntax: str = "lark"
+
+
+class InputFormat(msgspec.Struct, omit_defaults=True):
+    """Format of a custom tool's input. The model is told a grammar, which is not enforced."""
+
+    type: str = field(default_factory=lambda: "text")  # always shown
+    definition: str | None = None
+    """Of a grammar, in the Responses API."""
+    syntax: str | None = None
+    grammar: InputGrammar | None = None
+    """The same in chat completions."""
+
+    @property
+    def given_grammar(self) -> InputGrammar | None:
+        if self.definition is not None:
+            return InputGrammar(self.definition, self.syntax or "lark")
+        return self.grammar
+
+
+class CustomTool(msgspec.Struct):
+    """A tool whose input is any text. The model gets it as a function with one string as its argument."""
+
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = None
+
+    def function(self) -> FunctionDefinition:
+        grammar = None if self.format is None else self.format.given_grammar
+        said = "The tool's input, as plain text."
+        if grammar is not None:
+            said = f"The tool's input, as plain text that follows this {grammar.syntax} grammar:\n{grammar.definition}"
+        schema = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string", "description": said}},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return FunctionDefinition(self.name, self.description, schema)
+
+
+_NO_DEFINITION = FunctionDefinition("")
+
+
+class Tool(msgspec.Struct):
+    """A function, or a custom tool. Tools of other types, which OpenAI's servers run, are skipped."""
+
+    function: FunctionDefinition = field(default_factory=lambda: _NO_DEFINITION)
+    """Required if the type is function."""
+    type: str = "function"
+    custom: CustomTool | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.function = self.custom.function()
+        elif self.type == "function" and self.function is _NO_DEFINITION:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in SERVED_TOOLS
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+_NO_FUNCTION = NamedFunction("")
+
+
+class NamedTool(msgspec.Struct):
+    """A function or a custom tool. Tools of other types are never called."""
+
+    function: NamedFunction = field(default_factory=lambda: _NO_FUNCTION)
+    """Required if the type is function."""
+    type: str = "function"
+    custom: NamedFunction | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.function = self.custom
+        elif self.type == "function" and self.function is _NO_FUNCTION:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in SERVED_TOOLS
+
+
+class AllowedTools(msgspec.Struct):
+    """tools: those of the request's tools that the answer may call; the chat template shows no others. mode: whether
+    the answer must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)]
+
+
+class NamedToolChoice(msgspec.Struct):
+    """Tools that the answer must or may call. A choice of another type names a tool that OpenAI's servers run, and
+    counts as auto."""
+
+    function: NamedFunction | None = None
+    """Required if the type is function."""
+    type: str = "function"
+    allowed_tools: AllowedTools | None = None
+    """Required if the type is allowed_tools."""
+    custom: NamedFunction | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.type, self.function = "function", self.custom
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in ("function", "allowed_tools")
 
 
 def doc(description: str) -> Meta:

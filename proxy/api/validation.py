@@ -10,8 +10,7 @@ import msgspec
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
-from tandem.proxy.api.generation_fields import (
+from tandem.proxy.api.field_checks import (
     FEW_STOP_STRINGS,
     MAX_STOP_SEARCHES,
     check_beam_search,
@@ -19,18 +18,23 @@ from tandem.proxy.api.generation_fields import (
     check_stop_searches,
     check_stop_strings,
     check_truncation,
+    decode_body,
     given_fields,
     num_prompt_logprobs,
     num_top,
+    refuse_unsupported,
     sampling_params,
 )
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
-from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
-from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
+from tandem.proxy.api.messages_api.messages_request import (
+    CountTokensRequest,
+    MessageRequest,
+    to_chat,
+    without_unknown_blocks,
+)
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.api.responses_api.response_tools import ResponseTools
+from tandem.proxy.api.responses_api.responses_chat import ResponseTools, without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
-from tandem.proxy.api.responses_api.responses_chat import without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_request import (
     InputItem,
     ResponseRequest,
@@ -47,14 +51,13 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
-from tandem.proxy.api.served_tools import custom_names, keep_served_tools, without_unknown_tools
-from tandem.proxy.api.structured_output import plan_output
+from tandem.proxy.api.structured_output import custom_names, keep_served_tools, plan_output, without_unknown_tools
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.proxy_settings import AdmissionSettings
-from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
+from tandem.proxy.text.model_text import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.runtime.errors import InvalidRequest
 

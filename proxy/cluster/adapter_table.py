@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter, Shape
 from tandem.runtime.files.whole_file import write_whole

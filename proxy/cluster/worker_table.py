@@ -17,6 +17,7 @@ A worker gets no prompts while it has not answered the proxy's last Ping, althou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -28,6 +29,7 @@ from tandem.protocol.messages.membership import (
     PROXY_SILENCE_S,
     ExitCause,
     LeaveCause,
+    PrefixUpdate,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -36,17 +38,139 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.numerics import Numerics
-from tandem.proxy.cluster.prefix_index import PrefixIndex
-from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
+from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.worker_record import (
     LostWorker,
     MembershipChange,
     ModelLimits,
+    TypicalSpeed,
     WorkerRecord,
+    WorkerUse,
+    exactness_of,
+    unused_kinds,
 )
 from tandem.runtime.errors import Overloaded, ProtocolError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.silence import SilenceTimers
+
+MAX_BLOCKS_PER_WORKER = 4_000_000
+"""Blocks that one worker may report. No KV pool is that large, so a worker that exceeds it is faulty."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """Blocks of one worker.
+
+    last_number: of its last update; None while its blocks are unknown. has_missed: an update was missed. False before
+    the first one: a worker may send none.
+    """
+
+    bit: int
+    held: set[int] = field(default_factory=set)
+    last_number: int | None = None
+    has_missed: bool = False
+
+    def miss(self) -> None:
+        self.last_number, self.has_missed = None, True
+
+
+class PrefixIndex:
+    """Index of which worker holds which KV blocks, fed by the workers' prefix updates.
+
+    One table maps the short hash of a block to the set of workers that hold it, stored as the bits of one integer. A
+    worker that holds a block of a prompt also holds the blocks before it, except after rare evictions. So the longest
+    cached prefix of every worker can be found by bisection over sets of workers instead of block by block.
+
+    Indices to which the same workers join, and from which they leave, in the same order give them the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[int, int] = {}  # short block hash -> bits of the workers that hold the block
+        self._holders: dict[str, _Holder] = {}  # by epoch
+        self._used_bits = 0
+
+    def join(self, epoch: str) -> int:
+        """Adds a worker and returns the number of its bit, which it keeps until it leaves."""
+        bit = (~self._used_bits & (self._used_bits + 1)).bit_length() - 1  # the lowest free bit
+        self._used_bits |= 1 << bit
+        self._holders[epoch] = _Holder(bit)
+        return bit
+
+    def leave(self, epoch: str) -> None:
+        holder = self._holders.pop(epoch)
+        self._clear(holder)
+        self._used_bits &= ~(1 << holder.bit)
+
+    def apply(self, epoch: str, update: PrefixUpdate) -> None:
+        """Applies an update. After a gap in the numbers the blocks are unknown until the next restart."""
+        holder = self._holders[epoch]
+        if update.restart:
+            self._clear(holder)
+        elif holder.last_number is None or update.number != holder.last_number + 1:
+            self._clear(holder)
+            holder.miss()
+            return
+        holder.last_number, holder.has_missed = update.number, False
+        mask = 1 << holder.bit
+        for block_hash in unpack_short_hashes(update.evicted):
+            self._remove(block_hash, mask)
+            holder.held.discard(block_hash)
+        for block_hash in unpack_short_hashes(update.added):
+            self._workers[block_hash] = self._workers.get(block_hash, 0) | mask
+            holder.held.add(block_hash)
+        if len(holder.held) > MAX_BLOCKS_PER_WORKER:
+            self._clear(holder)
+            holder.miss()
+
+    def needs_restart(self, epoch: str) -> bool:
+        """Whether the worker must report all its blocks again, because an update was missed."""
+        holder = self._holders.get(epoch)
+        return holder is not None and holder.has_missed
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._workers
+
+    def depths(self, hashes: Sequence[int], below: PrefixIndex | None = None) -> dict[int, int]:
+        """Number of leading blocks of a prompt that each worker holds, by the worker's bit. Absent means none.
+
+        hashes: short hashes of the prompt's full blocks, in order. below: an index with the same bits; a worker also
+        holds the blocks that it has there.
+        """
+        workers, others = self._workers, below._workers if below is not None else {}
+        found: dict[int, int] = {}
+        pending = [(1, len(hashes), workers.get(hashes[0], 0) | others.get(hashes[0], 0))] if hashes else []
+        while pending:
+            low, high, mask = pending.pop()  # each worker in `mask` holds at least `low` blocks and at most `high`
+            while low < high and mask:
+                middle = (low + high + 1) // 2
+                block_hash = hashes[middle - 1]
+                deeper = (workers.get(block_hash, 0) | others.get(block_hash, 0)) & mask
+                if not deeper:
+                    high = middle - 1
+                    continue
+                if deeper != mask:
+                    pending.append((low, middle - 1, mask & ~deeper))
+                low, mask = middle, deeper
+            while mask:
+                bit = mask.bit_length() - 1
+                found[bit] = low
+                mask ^= 1 << bit
+        return found
+
+    def _clear(self, holder: _Holder) -> None:
+        mask = 1 << holder.bit
+        for block_hash in holder.held:
+            self._remove(block_hash, mask)
+        holder.held.clear()
+
+    def _remove(self, block_hash: int, mask: int) -> None:
+        left = self._workers.get(block_hash, 0) & ~mask
+        if left:
+            self._workers[block_hash] = left
+        else:
+            self._workers.pop(block_hash, None)
+
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two calls of `WorkerTable.check`."""
@@ -152,7 +276,7 @@ class WorkerTable:
         return record.load if record is not None else WorkerLoad()
 
     def on_status(self, now: float, message: WorkerStatus) -> bool:
-        """Stores a report of plausible figures (`protocol.messages.plausible`).
+        """Stores a report of plausible figures (`protocol.messages.checks`).
 
         Returns False when the sender is not registered, so that it must register again.
         """
@@ -473,88 +597,3 @@ class WorkerTable:
             record.decode_peers[epoch] = peer
         else:
             record.decode_peers.pop(epoch, None)
-
-
-_MAX_SHOWN = 3
-"""Reasons that are listed, and workers that are named for each."""
-
-
-def exactness_of(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> tuple[bool, str]:
-    """Returns whether answers are exact, and why or why not, for people; an empty text without workers.
-
-    decode_may_prefill: see `WorkerTable`.
-    """
-    if not records:
-        return False, ""
-    is_exact, text = _exactness(records)
-    unused = unused_kinds(records, decode_may_prefill)
-    return is_exact, f"{text}; {_listed(unused)}" if unused else text
-
-
-def _exactness(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
-    by_problem: dict[str, list[str]] = {}
-    by_digest: dict[str, list[WorkerRecord]] = {}
-    for record in records:
-        by_digest.setdefault(record.numerics.digest, []).append(record)
-        if record.numerics.problem:
-            by_problem.setdefault(record.numerics.problem, []).append(record.worker.worker_id)
-    reasons = [f"{problem} ({_named(names)})" for problem, names in by_problem.items()]
-    if reasons:
-        return False, f"no: {_listed(reasons)}"
-    if len(by_digest) == 1:
-        return True, f"yes (numerics {next(iter(by_digest))})"
-    (first, *_), *others = by_digest.values()
-    differences = [_difference(first, other) for other, *_ in others]
-    if all(record.exact for record in records):
-        kinds = f"{len(by_digest)} kinds of workers, each of which continues its own answers only"
-        return True, f"yes, on {kinds}: {_listed(differences)}"
-    return (
-        False,
-        f"no: workers compute differently: {_listed(differences)}; --exact keeps an answer on workers of one kind",
-    )
-
-
-def unused_kinds(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> list[str]:
-    """Returns which workers get no work, or little, because those of the other role compute differently.
-
-    Exact workers pair with their own kind only, so a kind without one of the roles serves no whole request.
-    """
-    exact = {record.numerics.digest for record in records if record.exact}
-    kinds: dict[str, list[WorkerRecord]] = {}  # all workers that are not exact pair with each other
-    for record in records:
-        if not record.draining:
-            kinds.setdefault(record.numerics.digest if record.numerics.digest in exact else "", []).append(record)
-    if len(kinds) < 2:  # what is missing is then missing in the whole cluster
-        return []
-    serves_all = decode_may_prefill and not any(record.role in PREFILL_ROLES for record in records)
-    found = []
-    for kind in kinds.values():
-        roles, names = {record.role for record in kind}, _named([record.worker.worker_id for record in kind])
-        if not roles & PREFILL_ROLES and not serves_all:
-            work = "only prompts that decode workers compute themselves" if decode_may_prefill else "no work"
-            found.append(f"{names} {_gets(kind)} {work}: no prefill worker computes alike, which --exact requires")
-        elif not roles & DECODE_ROLES:
-            work = "only prompts whose answer is one token"
-            found.append(f"{names} {_gets(kind)} {work}: no decode worker computes alike, which --exact requires")
-    return found
-
-
-def _gets(kind: Sequence[WorkerRecord]) -> str:
-    return "gets" if len(kind) == 1 else "get"
-
-
-def _difference(first: WorkerRecord, second: WorkerRecord) -> str:
-    difference = first.numerics.first_difference(second.numerics)
-    assert difference is not None  # their digests differ
-    field, ours, theirs = difference
-    return f"{field} is {ours} on {first.worker.worker_id} and {theirs} on {second.worker.worker_id}"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
-
-
-def _listed(reasons: Sequence[str]) -> str:
-    more = f"; and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
-    return "; ".join(reasons[:_MAX_SHOWN]) + more

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import InvalidRequest
 
 MAX_BEAM_TOKENS = 2**18

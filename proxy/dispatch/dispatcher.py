@@ -9,13 +9,14 @@ A request in five steps:
    `on_ready`.
 4. `take` hands the tokens to the reader. An attempt that was preempted, or lost a worker, is followed by another one
    (`_start_over`, docs/adr/0013-migration.md).
-   Prompts that may have crashed two workers are tried apart from others (`proxy.dispatch.crashes`).
+   Prompts that may have crashed two workers are tried apart from others (`proxy.dispatch.sequence`).
 5. `drop` ends the sequence. Workers that may still hold something for it are sent `AbortAttempt`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -28,7 +29,8 @@ from functools import partial
 
 import msgspec
 
-from tandem.protocol.codec import MessageTooLarge
+from tandem.protocol.codec import Codec, MessageTooLarge
+from tandem.protocol.messages.checks import plausible_count, plausible_figure
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
@@ -38,31 +40,30 @@ from tandem.protocol.messages.dispatch import (
     DecodeReserved,
     FirstToken,
     TokenBatch,
+    ToProxy,
 )
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.plausible import plausible_count, plausible_figure
 from tandem.protocol.messages.sampling import SamplingParams
+from tandem.protocol.messaging import MessageDealer, Network
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
-from tandem.proxy.cluster.worker_table import MAX_WORKERS
-from tandem.proxy.dispatch.crashes import (
-    REFUSAL_S,
-    RefusedPrompts,
-    RequestCrashesWorkers,
-    Trials,
-    sequences_that_crashed,
-)
+from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.proxy.cluster.worker_table import MAX_WORKERS, WorkerTable
 from tandem.proxy.dispatch.sequence import (
+    REFUSAL_S,
     Attempt,
     DispatchedSequence,
     Pixels,
     PromptTask,
+    RefusedPrompts,
+    RequestCrashesWorkers,
     SharedPrefill,
     TokenDelta,
+    Trials,
     WaitingPrompt,
     prompt_messages,
+    sequences_that_crashed,
 )
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError, WorkerLost
 from tandem.runtime.tasks import start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
@@ -476,3 +477,91 @@ def _defect(error: Exception) -> InternalError:
     """Returns the error of a request whose state is wrong. It is not retried, because its tokens may be wrong too."""
     log.error("a request is ended because its state is wrong", exc_info=error)
     return InternalError("the proxy lost track of this request")
+
+
+class WorkerConnections:
+    """One DEALER socket for each worker, opened when it joins and closed when it is lost.
+
+    All messages to a worker take the same socket, so an AbortAttempt cannot overtake its StartPrefill.
+    """
+
+    def __init__(self, network: Network, proxy_id: str) -> None:
+        self._network = network
+        self._identity = f"{proxy_id}:0".encode()
+        self._codec: Codec[ToProxy] = Codec(ToProxy)
+        self._sockets: dict[str, MessageDealer] = {}  # by epoch
+
+    def open(
+        self,
+        worker: WorkerInfo,
+        on_message: Callable[[WorkerInfo, ToProxy], None],
+        on_broken: Callable[[WorkerInfo], None],
+    ) -> None:
+        """Connects to a worker. on_message: called on the loop for each message. on_broken: called when the connection
+        breaks, and with it messages in flight are lost."""
+        assert worker.epoch not in self._sockets
+        self._sockets[worker.epoch] = self._network.dealer(
+            worker.endpoint,
+            self._codec,
+            lambda message: on_message(worker, message),
+            identity=self._identity,
+            on_broken=lambda: on_broken(worker),
+        )
+
+    def close(self, worker: WorkerInfo, *, is_gone: bool = False) -> None:
+        """is_gone: nobody waits for what is queued. The next connection to this address must not meet the one that
+        delivers it: connections from this proxy have one identity, and the later one takes over the replies."""
+        if (socket := self._sockets.pop(worker.epoch, None)) is not None:
+            socket.close(discard=is_gone)
+
+    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
+        """Returns False when the worker is lost, or has not read for so long that its queue is full."""
+        socket = self._sockets.get(worker.epoch)
+        return socket is not None and socket.send(message)
+
+    def close_all(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()
+
+
+class WorkerReadiness:
+    """Lets requests wait for the model's limits, without which no prompt can be checked.
+
+    max_waiting: requests beyond this are refused at once. wait_s: longest wait of one request.
+    """
+
+    def __init__(self, table: WorkerTable, max_waiting: int, wait_s: float) -> None:
+        self._table = table
+        self._max_waiting = max_waiting
+        self._wait_s = wait_s
+        self._num_waiting = 0
+        self._has_registered = asyncio.Event()  # stays set: the table remembers the last workers' limits
+        self._error: TandemError | None = None
+
+    def on_cluster_changed(self) -> None:
+        if not self._has_registered.is_set() and self._table.workers():
+            self._has_registered.set()
+
+    def fail_all(self, error: TandemError) -> None:
+        """Ends all waits. `limits` raises the error."""
+        self._error = error
+        self._has_registered.set()
+
+    async def limits(self) -> ModelLimits:
+        """Returns the model's limits. Raises Overloaded if no worker registers in time, or the error of `fail_all`."""
+        try:
+            return self._table.limits()
+        except Overloaded:
+            if self._num_waiting >= self._max_waiting:
+                raise
+        self._num_waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s):
+                    await self._has_registered.wait()
+        finally:
+            self._num_waiting -= 1
+        if self._error is not None:
+            raise self._error
+        return self._table.limits()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from tandem.proxy.admission.browser_rules import BrowserRules, OriginNotAllowed, is_loopback
-from tandem.proxy.answers.errors import AdminAddressIsOpen, tandem_error_response
-from tandem.proxy.answers.request_id import ANTHROPIC_HEADER, HEADER
+from tandem.proxy.admission.browser_rules import BrowserRules, is_loopback
+from tandem.proxy.answers.errors import AdminAddressIsOpen
+from tandem.proxy.answers.http_answers import ANTHROPIC_ID_HEADER, ID_HEADER
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import document_routes
@@ -23,7 +22,7 @@ from tandem.proxy.http.routes.generation_routes import generation_routes
 from tandem.proxy.http.routes.records import RECORD_HEADER, record_routes
 from tandem.proxy.http.routes.server import health_routes, server_routes
 from tandem.proxy.http.routes.stored_responses import response_routes
-from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
+from tandem.proxy.http.starlette_app import ApiRoute, starlette_app, with_rules
 from tandem.proxy.proxy_config import ProxyConfig
 
 
@@ -77,7 +76,7 @@ async def _refuse_change(request: Request) -> Response:
 
 
 _METHODS = ("GET", "POST", "DELETE")
-_SHOWN_HEADERS = (HEADER, ANTHROPIC_HEADER, RECORD_HEADER, "retry-after", "www-authenticate")
+_SHOWN_HEADERS = (ID_HEADER, ANTHROPIC_ID_HEADER, RECORD_HEADER, "retry-after", "www-authenticate")
 """Headers of answers that pages may read beside those that browsers always show."""
 
 
@@ -93,15 +92,3 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_private_network=True,  # a page on the internet may use a server on its reader's own network
         expose_headers=_SHOWN_HEADERS,
     )
-
-
-def with_rules(app: ASGIApp, rules: BrowserRules) -> ASGIApp:
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            rules.check(scope["method"], Headers(scope=scope))
-        except OriginNotAllowed as error:
-            await tandem_error_response(Request(scope), error)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return checked

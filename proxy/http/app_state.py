@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import ClientSlots, DescriptorBudget
 from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.adapter_table import AdapterTable
-from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.dispatch.dispatcher import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.bodies import RequestBodies

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
-from tandem.proxy.admission.byte_budget import ByteBudget
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow, UnsupportedContentCoding
+from tandem.proxy.admission.budgets import ByteBudget, DescriptorBudget
+from tandem.proxy.answers.errors import BodyTooLarge, ClientTooSlow, UnsupportedContentCoding
+from tandem.proxy.answers.http_answers import ClientDisconnected
 from tandem.proxy.reading.spooled_body import SpooledBody
 
 _PROGRESS_BYTES = 16 * 1024

@@ -10,21 +10,22 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey, InvalidApiKey
+from tandem.proxy.admission.browser_rules import BrowserRules, OriginNotAllowed
+from tandem.proxy.admission.budgets import AnswerBudget, HeldAnswer
 from tandem.proxy.answers.errors import http_exception_response, tandem_error_response, unexpected_error_response
-from tandem.proxy.answers.http_answers import EventStream, WholeAnswer
+from tandem.proxy.answers.http_answers import EventStream, WholeAnswer, id_header
 from tandem.proxy.answers.json_parts import MAX_PIECE_BYTES
-from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.answer_bodies import ErrorResponse
 from tandem.proxy.http.api_keys import ApiKeys
-from tandem.proxy.http.connections.connection_limits import client_network
+from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -173,3 +174,15 @@ def fixed_answer(body: Any, media_type: str = "application/json", headers: Mappi
         return answer(request, content, media_type, headers=headers)
 
     return handler
+
+
+def with_rules(app: ASGIApp, rules: BrowserRules) -> ASGIApp:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            rules.check(scope["method"], Headers(scope=scope))
+        except OriginNotAllowed as error:
+            await tandem_error_response(Request(scope), error)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked

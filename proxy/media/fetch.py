@@ -21,10 +21,9 @@ from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 import httpcore
 
 from tandem.proxy.admission.fair_slots import FairSlots
-from tandem.proxy.media.data_url import check_num_bytes
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.media.source import MediaSource
+from tandem.proxy.media.source import MediaSource, check_num_bytes
 from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, Overloaded, client_reason
 from tandem.runtime.files.regular_file import read_regular

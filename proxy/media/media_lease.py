@@ -3,7 +3,8 @@
     pixels and sources held -> (all encoded) sources held -> (migrated) pixels made again, both held -> ...
 
 Pixels are held until they are encoded, so that a long answer does not keep them from others. The bytes that the client
-sent are held to the end (`proxy.media.media_source_bytes`).
+sent (`HeldSources`), which are a small part of them, are held to the end, in one segment of the media cache. A request
+that migrates later has its pixels made again from them, so it also finds those of a URL that has changed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,47 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
 
 import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
-from tandem.protocol.messages.media import MediaItem, MediaTensor
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.media.media_source_bytes import HeldSources
+from tandem.media_cache.media_segment import map_segment
+from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
+from tandem.protocol.messages.media_cache import MediaKey
+from tandem.proxy.admission.budgets import DescriptorBudget
 from tandem.runtime.errors import InternalError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
+
+
+class SourceBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One item of the segment. digest: of its tensors, see `MediaItem`."""
+
+    kind: MediaKind
+    digest: bytes
+    offset: int
+    num_bytes: int
+
+
+class HeldSources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """segment: path of the file."""
+
+    segment: str
+    items: list[SourceBytes]
+
+
+def sources_key(digests: Sequence[bytes]) -> MediaKey:
+    """Returns the key of the segment of a request with these items, in order."""
+    return MediaKey(sha256(b"".join(digests)).digest(), "source")
+
+
+def read_sources(sources: HeldSources) -> list[bytes]:
+    """Returns the bytes of each item. Blocks on memory only.
+
+    Raises WorkerLost if the request has ended meanwhile: the path may then lead to another client's file.
+    """
+    with map_segment(sources.segment, sources_key([item.digest for item in sources.items])) as mapped:
+        return [mapped[item.offset : item.offset + item.num_bytes] for item in sources.items]
 
 
 class MadeMedia(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

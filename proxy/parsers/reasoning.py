@@ -9,8 +9,8 @@ from typing import Literal
 import msgspec
 from tokenizers import Tokenizer
 
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import Thinking
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.parsers.held_text import (
     MAX_SPACE_CHARACTERS,
     SPACE,

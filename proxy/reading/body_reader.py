@@ -10,27 +10,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.protocol.messages.media import MediaKind
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
+from tandem.protocol.prefix_hash import scoped_salt
 from tandem.proxy.api.answer_bodies import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.grammar_checks import GrammarChecks
 from tandem.proxy.api.messages_api.messages_response import TokenCount
-from tandem.proxy.api.output_grammar import CallGrammar, OutputGrammar
 from tandem.proxy.api.responses_api.response_store import ItemLookup
 from tandem.proxy.api.responses_api.responses_request import InputItem
+from tandem.proxy.api.structured_output import CallGrammar, OutputGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.media.data_url import decode_data_url, is_data_url
-from tandem.proxy.media.source import MAX_URL_CHARACTERS, FoundMedia, SentMedia
+from tandem.proxy.media.source import MAX_URL_CHARACTERS, FoundMedia, SentMedia, decode_data_url, is_data_url
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.detokenizer import decode_whole
-from tandem.proxy.text.media_text import media_prompt
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPlaceholder, RenderedPrompts, has_media
-from tandem.proxy.text.rendering import Renderer, Room
+from tandem.proxy.text.rendering import Renderer, Room, media_prompt
 from tandem.runtime.errors import InvalidRequest, TandemError
 from tandem.runtime.garbage_collection import collection_paused
 

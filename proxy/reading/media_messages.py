@@ -9,8 +9,7 @@ import msgspec
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.protocol.messages.media import MediaKind
-from tandem.proxy.media.media_lease import MadeMedia
-from tandem.proxy.media.media_source_bytes import HeldSources
+from tandem.proxy.media.media_lease import HeldSources, MadeMedia
 from tandem.proxy.media.source import SentMedia
 from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
 from tandem.runtime.errors import ErrorInfo, TandemError

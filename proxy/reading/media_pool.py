@@ -21,13 +21,11 @@ import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.byte_budget import ByteBudget
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import ByteBudget, DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.media.media_lease import MadeMedia, MediaLease
-from tandem.proxy.media.media_source_bytes import HeldSources
+from tandem.proxy.media.media_lease import HeldSources, MadeMedia, MediaLease
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.reading.media_messages import (

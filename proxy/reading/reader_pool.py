@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest

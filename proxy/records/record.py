@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import msgspec
 
 from tandem.protocol.messages.media import MediaKind
+from tandem.protocol.messages.packed import token_array
 from tandem.protocol.messages.sampling import FinishReason, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import token_array
 from tandem.runtime.errors import ConfigError
 
 FORMAT = "tandem-record-1"

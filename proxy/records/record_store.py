@@ -18,9 +18,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from tandem.proxy.admission.byte_budget import ByteBudget
+from tandem.proxy.admission.budgets import ByteBudget
+from tandem.proxy.proxy_settings import RecordSettings
 from tandem.proxy.records.record import MAX_FILE_BYTES, MAX_RECORD_BYTES
-from tandem.proxy.records.record_settings import RecordSettings
 from tandem.proxy.records.recording import Recording
 from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError
 from tandem.runtime.files.client_files import ClientFiles, FileLimits

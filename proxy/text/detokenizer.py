@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens before the text: with them the first word keeps its leading space."""

@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
 from tandem.protocol.messages.sampling import Pooling
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
+
+Message = dict[str, Any]
+"""A message as chat templates take it."""
 
 _TOKEN_IDS = re.compile(rb"\s*\[[\s\[]*\d")
 _STRINGS = re.compile(rb"\s*\[\s*\"")
@@ -29,8 +32,7 @@ class ContextLengthExceeded(InvalidRequest):
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     """A chat before its template is applied."""
 
-    messages: list[dict[str, Any]]
-    """Messages as chat templates take them."""
+    messages: list[Message]
     add_generation_prompt: bool
     add_special_tokens: bool = False
     continue_final_message: bool = False
@@ -110,7 +112,7 @@ class Prompt:
     """A tokenised prompt. Fields without a comment are those of StartPrefill."""
 
     token_ids: bytes
-    """Packed, see `tandem.protocol.messages.token_ids`."""
+    """Packed, see `tandem.protocol.messages.packed`."""
     num_tokens: int
     num_prompt_logprobs: int | None = None
     cache_salt: str = ""

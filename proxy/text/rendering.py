@@ -1,11 +1,16 @@
 """Renders prompts: applies chat templates, tokenises, checks lengths and packs the token ids.
 
 The state of the tokeniser is never changed. A prompt that cannot fit is refused before all of it is tokenised.
+
+A client's own template is rendered in a sandbox, which the kernel ends at a limit on CPU time or memory: one
+instruction of a template (`7 ** 4000000`, `'%999999999d' % 1`) may take minutes or gigabytes. A template is also
+compiled there, because jinja computes constants when it compiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,9 +20,9 @@ import msgspec
 from msgspec import Meta
 from tokenizers import Encoding
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.media import MediaItem, MediaKind
-from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.text.model_text import ModelText
@@ -27,12 +32,13 @@ from tandem.proxy.text.prompt import (
     ChatPrompt,
     CompletionPrompt,
     ContextLengthExceeded,
+    MediaPlaceholder,
     MediaPrompt,
     Prompt,
     RenderedPrompts,
 )
-from tandem.proxy.text.template_process import render_apart
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.processes.sandbox import ForkedSandbox, Limits, SandboxLost
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -261,3 +267,75 @@ def _spans(token_ids: list[int], placeholder_id: int, lengths: list[int]) -> lis
                 runs.append((position, 1))
         spans.append(tuple(runs))
     return spans
+
+
+def media_prompt(
+    text: str,
+    media: Sequence[CachedMedia],
+    placeholders: Mapping[MediaKind, MediaPlaceholder],
+    add_special_tokens: bool,
+) -> MediaPrompt:
+    """Replaces each placeholder in the rendered chat by its item's replacement, like transformers' processors.
+
+    Raises InvalidRequest if there are more or fewer than the items need.
+    """
+    replacements: dict[str, Iterator[str]] = {}
+    for kind, placeholder in placeholders.items():
+        wanted = [item.replacement for item in media if item.kind == kind]
+        if (num_found := text.count(placeholder.text)) != len(wanted):
+            raise InvalidRequest(
+                f"The rendered chat has {num_found} {kind} placeholders ({placeholder.text}) for {len(wanted)} "
+                f"{kind}s; send media as content parts and write no placeholders into the text.",
+                "messages",
+            )
+        replacements[placeholder.text] = iter(wanted)
+    pattern = "|".join(re.escape(each) for each in replacements)
+    expanded = re.sub(pattern, lambda found: next(replacements[found[0]]), text)
+    token_ids = {kind: placeholder.token_id for kind, placeholder in placeholders.items()}
+    return MediaPrompt(expanded, list(media), token_ids, add_special_tokens)
+
+
+TEMPLATE_CPU_S = 2
+"""CPU time for a client's own template; a model's template takes milliseconds."""
+TEMPLATE_MEMORY_BYTES = 256 << 20
+"""Memory that rendering a client's own template may take."""
+MAX_RENDERED_CHARACTERS = 16 << 20
+"""Length of the text that a client's own template may render: as much as the largest body by default."""
+_DEADLINE_S = 30.0
+"""Elapsed time, much longer than the CPU time because the machine may be busy."""
+_PARAM = "chat_template"
+
+
+def render_apart(render: Callable[[], str]) -> str:
+    """Returns what `render` returns in a sandbox. Blocks for 30 s at most.
+
+    Raises InvalidRequest where `render` does, and if it exceeds a limit.
+    """
+    with ForkedSandbox(render) as sandbox:
+        try:
+            text = sandbox.call(_render, b"", Limits(TEMPLATE_CPU_S, TEMPLATE_MEMORY_BYTES, _DEADLINE_S))
+        except TimeoutError as error:
+            raise _refused(f"{_DEADLINE_S:g} s") from error
+        except SandboxLost as lost:
+            memory = f"{TEMPLATE_MEMORY_BYTES >> 20} MiB of memory"
+            raise _refused(memory if lost.is_out_of_memory else f"{TEMPLATE_CPU_S} s of CPU time") from lost
+        return text.decode(errors="surrogatepass")
+
+
+def _refused(limit: str) -> InvalidRequest:
+    return InvalidRequest(f"Rendering chat_template takes more than {limit}; send a simpler template.", _PARAM)
+
+
+def _render(render: Callable[[], str], _data: bytes) -> bytes:
+    """In the sandbox."""
+    try:
+        text = render()
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        raise InvalidRequest(error.message, _PARAM) from error
+    if len(text) > MAX_RENDERED_CHARACTERS:
+        raise InvalidRequest(
+            f"chat_template renders {len(text)} characters; the limit is {MAX_RENDERED_CHARACTERS}.", _PARAM
+        )
+    return text.encode(errors="surrogatepass")

@@ -26,7 +26,7 @@ import msgspec
 
 from bench.support.report import Aim, Report, finish, new_parser
 from tandem.deploy.commands.replay import Token
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.proxy.records.record import Record, RecordedSequence, as_float32, decode_record
 from tandem.runtime.files.lora_files import read_adapter
 from tandem.worker.lone_engine import LoneEngine

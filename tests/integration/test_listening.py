@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import tandem.proxy.http.connections.client_connection
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+import tandem.proxy.http.client_connection
+from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.proxy_settings import HttpSettings
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
@@ -145,7 +145,7 @@ def test_a_connection_whose_answer_is_not_read_is_closed() -> None:
 def test_a_stopping_server_answers_a_request_that_is_arriving(
     monkeypatch: pytest.MonkeyPatch, tls: tuple[Path, Path] | None
 ) -> None:
-    monkeypatch.setattr(tandem.proxy.http.connections.client_connection, "_LAST_HEAD_S", 3.0)  # for a loaded machine
+    monkeypatch.setattr(tandem.proxy.http.client_connection, "_LAST_HEAD_S", 3.0)  # for a loaded machine
 
     async def test() -> None:
         async with served(ignore_body, tls) as server:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.batches.batch_store import LineJournal
 from tests.support.cluster import NOW

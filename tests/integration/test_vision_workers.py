@@ -24,8 +24,8 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.sockets import DealerSocket, new_context
 from tests.support.cluster import Cluster
 from tests.support.vision_models import VisionPrompt, make_medium, make_model, reference

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.packed import pack_logprobs, unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers

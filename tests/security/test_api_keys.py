@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.protocol.messages.client_salt import scoped_salt
+from tandem.protocol.prefix_hash import scoped_salt
 from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits

@@ -14,9 +14,7 @@ import msgspec
 import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import AnswerBudget, ClientSlots, DescriptorBudget
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.worker_table import WorkerTable

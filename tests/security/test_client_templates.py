@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.proxy.text import template_process
+from tandem.proxy.text import rendering
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt
-from tandem.proxy.text.rendering import Renderer
-from tandem.proxy.text.template_process import render_apart
+from tandem.proxy.text.rendering import Renderer, render_apart
 from tandem.runtime.errors import InvalidRequest
 from tests.support.fake_workers import make_tokenizer
 
@@ -53,11 +52,11 @@ def test_a_template_that_costs_too_much_is_refused(renderer: Renderer, template:
         render(renderer, template)
     assert refused.value.param == "chat_template"
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
-    assert grown_kib * 1024 < template_process.TEMPLATE_MEMORY_BYTES / 2, "the memory is that of another process"
+    assert grown_kib * 1024 < rendering.TEMPLATE_MEMORY_BYTES / 2, "the memory is that of another process"
 
 
 def test_the_time_is_that_of_the_template_and_not_of_this_process(renderer: Renderer) -> None:
-    end = time.process_time() + 0.1 + template_process.TEMPLATE_CPU_S
+    end = time.process_time() + 0.1 + rendering.TEMPLATE_CPU_S
     while time.process_time() < end:
         pass
     assert render(renderer, "{{ messages[0].content }}\N{SNOWMAN}") == "hello\N{SNOWMAN}"

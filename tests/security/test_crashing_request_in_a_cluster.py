@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from tandem.proxy.dispatch.crashes import MAX_DEATHS
+from tandem.proxy.dispatch.sequence import MAX_DEATHS
 from tests.faults.phases import Phases
 from tests.faults.streams import Stream
 from tests.security.second_tenant import Plan, SecondTenant

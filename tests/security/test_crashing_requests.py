@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import Role, WorkerInfo
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.dispatch.crashes import MAX_DEATHS, TRIAL_S, RequestCrashesWorkers
-from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask
+from tandem.proxy.dispatch.sequence import MAX_DEATHS, TRIAL_S, DispatchedSequence, PromptTask, RequestCrashesWorkers
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tests.support.clocked_loop import ClockedLoop

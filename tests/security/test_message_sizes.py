@@ -20,7 +20,7 @@ from tandem.protocol.messages.dispatch import (
     ToProxy,
     ToWorker,
 )
-from tandem.protocol.messages.prompt_logprobs import max_packed_bytes, pack_logprobs, unpack_logprobs
+from tandem.protocol.messages.packed import max_packed_bytes, pack_logprobs, unpack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import InvalidRequest

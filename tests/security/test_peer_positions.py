@@ -11,8 +11,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.checks import MAX_POSITION_OFFSET, check_finish_transfer
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import InvalidMessage
 

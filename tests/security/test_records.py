@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, StopConditions, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.records.record import ANSWER_TOKEN_BYTES, MAX_FILE_BYTES, MAX_RECORD_BYTES, decode_record
 from tandem.proxy.records.record_store import MAX_PENDING_BYTES, Outcome, RecordStore

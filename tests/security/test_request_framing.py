@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from tandem.proxy.answers.errors import ClientTooSlow
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.connections.request_framing import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, RequestFraming
+from tandem.proxy.http.client_connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, RequestFraming
 from tests.support.http_listener import GET, LAST_GET, LIMIT_S, Served, bodies, echo, ignore_body, play, respond, served
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -17,7 +17,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits, client_network
+from tandem.proxy.http.connection_limits import ConnectionLimits, client_network
 from tandem.proxy.http.routes.generation_routes import traceparent_of
 from tandem.proxy.http.starlette_app import client_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import tandem.proxy.http.connections.accept
+import tandem.proxy.http.client_connection
 from tests.support.certificate import make_certificate
 from tests.support.http_listener import LAST_GET, LIMIT_S, bodies, ignore_body, play, respond, served
 from tests.support.waiting import until
@@ -24,7 +24,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_handshake_counts_and_ends(
     sent: bytes, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tandem.proxy.http.connections.accept, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(tandem.proxy.http.client_connection, "HANDSHAKE_S", 1.0)
 
     async def test() -> None:
         async with served(ignore_body, certificate) as server:

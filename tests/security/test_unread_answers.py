@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
+from tandem.proxy.admission.budgets import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
 from tandem.proxy.answers.http_answers import WholeAnswer
 from tandem.proxy.http.starlette_app import ApiRoute, client_of, starlette_app
 from tests.support.http_listener import GET, LAST_GET, bodies, play, served

@@ -26,7 +26,7 @@ DECODE, TRANSFER, PREFILL = (
 )
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt.py"
 KNOWN_PAIRS = "proxy/cluster/worker_record.py"
-INDEX, LOAD = "proxy/cluster/prefix_index.py", "proxy/cluster/worker_load.py"
+INDEX, LOAD = "proxy/cluster/worker_table.py", "proxy/cluster/worker_record.py"
 SEQUENCES, SHIPMENT = "decode_worker/sequence.py", "handover/outgoing.py"
 LAUNCHER, ROLES, SUPERVISOR = (
     "deploy/launch/launcher.py",

@@ -73,7 +73,7 @@ SAMPLING = (
     ),
     Mutation(
         "a stop string that is complete with the last of min_tokens ends the text",
-        "proxy/dispatch/sequence_text.py",
+        "proxy/dispatch/generation.py",
         "text, may_end=self._num_tokens > self._min_tokens)",
         "text, may_end=self._num_tokens >= self._min_tokens)",
     ),

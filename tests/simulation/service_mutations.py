@@ -157,7 +157,7 @@ SERVICE = (
     ),
     Mutation(
         "fewer than may always wait are refused while the queue is standing",
-        "proxy/admission/queue_delay.py",
+        "proxy/admission/admission.py",
         "return max(MIN_WAITING, len(self._first_tokens))",
         "return min(MIN_WAITING, len(self._first_tokens))",
     ),

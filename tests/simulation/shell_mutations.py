@@ -143,7 +143,7 @@ SHELL = (
     ),
     Mutation(
         "a broken connection to a worker is not noticed",
-        "proxy/dispatch/worker_connections.py",
+        "proxy/dispatch/dispatcher.py",
         "on_broken=lambda: on_broken(worker)",
         "on_broken=None",
     ),

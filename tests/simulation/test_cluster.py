@@ -19,8 +19,8 @@ from tandem.deploy.commands.simulate import simulate
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import DrainWorker, GetStatus, ToProxyControl
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer
 from tandem.simulator.answers import Answer, answer_of
 from tandem.simulator.event_log import EventLog

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from tandem.proxy.dispatch.crashes import MAX_DEATHS
+from tandem.proxy.dispatch.sequence import MAX_DEATHS
 from tandem.simulator.engine import SimulatedEngine
 from tandem.simulator.scenario import ClusterShape
 from tandem.worker.presence import EngineFailed

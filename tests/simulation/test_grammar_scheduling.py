@@ -14,8 +14,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
 from tandem.worker.worker_scheduler import WorkerScheduler

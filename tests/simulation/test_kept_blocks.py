@@ -8,8 +8,8 @@ from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToPeer
 from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
     CloseTransfer,
     FinishTransfer,

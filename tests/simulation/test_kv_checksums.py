@@ -13,8 +13,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVLayout, KVRefused, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed
 

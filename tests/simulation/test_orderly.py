@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.membership import SetWorkerRole
-from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull, Ticket
-from tandem.proxy.admission.queue_delay import MIN_WAITING
+from tandem.proxy.admission.admission import MIN_WAITING, ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import ConfigError, InternalError

@@ -14,8 +14,8 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import Receive, Ship
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
     CloseTransfer,
     FinishTransfer,

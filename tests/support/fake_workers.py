@@ -47,8 +47,8 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ErrorInfo, TandemError

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
 from tests.support.ports import free_port

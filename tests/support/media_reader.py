@@ -21,7 +21,7 @@ from tandem.media_cache.media_segment import map_segment
 from tandem.media_cache.server import MediaCacheServer
 from tandem.protocol.messages.media import MediaItem, check_media, check_segment
 from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.sockets import new_context
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -37,8 +37,7 @@ from tandem.proxy.reading.media_messages import (
     MediaRemade,
     RemakeMedia,
 )
-from tandem.proxy.reading.media_process import MediaProcess
-from tandem.proxy.reading.media_reader import MediaReader
+from tandem.proxy.reading.media_process import MediaProcess, MediaReader
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.processes.sandbox import _ENCODER, Limits, result_decoder

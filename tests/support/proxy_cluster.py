@@ -32,23 +32,21 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.numerics import Numerics
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.dispatch.dispatcher import Dispatcher
+from tandem.proxy.dispatch.dispatcher import Dispatcher, WorkerConnections
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask, TokenDelta
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
-from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.model_text import EmbeddingDefaults, ModelText, SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, Prompt
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError

@@ -13,8 +13,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.worker_scheduler import WorkerScheduler

@@ -24,8 +24,8 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
 )
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.worker.media_intake import MediaIntake
 from tandem.worker.worker_scheduler import WorkerScheduler

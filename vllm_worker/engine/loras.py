@@ -17,8 +17,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from tandem.engine.lora.adapter import CANNOT_LOAD
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.client_salt import client_of
+from tandem.protocol.messages.dispatch import AdapterRef
+from tandem.protocol.prefix_hash import client_of
 from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, first_line
 from tandem.runtime.files.lora_files import InvalidAdapter, Shape, read_adapter, read_unchanged_adapter
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from tandem.protocol.messages.client_salt import client_of
+from tandem.protocol.prefix_hash import client_of
 from tandem.vllm_worker.engine.held_requests import MAX_CLIENT_ROWS, ROWS_PER_PROMPT, HeldRequests, Share
 from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import wants_prompt_logprobs

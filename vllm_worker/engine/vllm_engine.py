@@ -28,8 +28,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
 from tandem.engine.steps.step_deadline import StepDeadline
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
+from tandem.protocol.prefix_hash import client_of
 from tandem.runtime.errors import InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
 from tandem.vllm_worker.engine.load_errors import load_error

@@ -21,8 +21,8 @@ from tandem.engine.sampling.grammar import TOO_SLOW, GrammarState, copy_of
 from tandem.engine.sampling.grammar_mask import MaskBudgets, compute_masks, fitting
 from tandem.engine.sampling.grammar_messages import Mask
 from tandem.engine.sampling.grammars import Grammars
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import SamplingParams
+from tandem.protocol.prefix_hash import client_of
 from tandem.runtime.errors import TandemError
 from tandem.vllm_worker.engine.vllm_sampling import GRAMMAR_OPTIONS
 

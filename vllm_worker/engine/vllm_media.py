@@ -20,9 +20,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 
 from tandem.engine.vision.media_tensors import check_grid, numbered, open_tensors
-from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.media import MediaItem, check_media
+from tandem.protocol.prefix_hash import client_of
 from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, client_reason
 from tandem.runtime.tasks import start_job
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest

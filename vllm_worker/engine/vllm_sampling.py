@@ -9,7 +9,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSampling
 
 from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.packed import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine.sampling_limits import banned_tokens

@@ -15,8 +15,8 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.vllm_worker.scheduler.engine_orders import EngineOutput
 from tandem.vllm_worker.scheduler.request_media import RequestMedia

@@ -21,7 +21,7 @@ from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.membership import PrefixUpdate
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from tandem.protocol.messages.packed import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.runtime.errors import DeadlineExceeded, InternalError, Overloaded, TandemError
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,

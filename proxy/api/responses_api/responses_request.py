@@ -9,13 +9,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, JsonObject
-from tandem.proxy.api.output_fields import MAX_FUNCTIONS, FunctionName, InputFormat, Parameters
 from tandem.proxy.api.schema import (
+    MAX_CHAT_MESSAGES,
+    MAX_FUNCTIONS,
     CacheSalt,
+    FunctionName,
+    InputFormat,
+    JsonObject,
     MaxTokens,
     Metadata,
     OptionalBool,
+    Parameters,
     Priority,
     RequestId,
     Temperature,

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
-from tandem.proxy.api.field_errors import decode_body
+from tandem.proxy.api.field_checks import decode_body
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, client_of, fixed_answer, json_answer
 from tandem.proxy.proxy_config import ProxyConfig

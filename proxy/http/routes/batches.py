@@ -15,17 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.budgets import ClientSlots
 from tandem.proxy.answers.errors import BatchesDisabled, ClientTooSlow
-from tandem.proxy.answers.request_id import id_header
-from tandem.proxy.api.field_errors import decode_body
+from tandem.proxy.answers.http_answers import Download, id_header
+from tandem.proxy.api.field_checks import decode_body
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.json_files import storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.downloads import Download
 from tandem.proxy.http.listing import Page, PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody

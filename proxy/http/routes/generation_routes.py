@@ -15,24 +15,26 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.admission.answer_budget import HeldAnswer
+from tandem.proxy.admission.budgets import HeldAnswer
 from tandem.proxy.answers.answers import Answers
-from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.answers.chat import ChatAnswers, ParsedAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.http_answers import (
+    ID_HEADER,
     KEEP_ALIVE_S,
     TIMELINE_HEADER,
     EventStream,
     WholeAnswer,
     begun,
+    check_request_id,
+    id_header,
+    request_id_of,
     unless_disconnected,
     wants_timeline,
     with_timeline,
 )
 from tandem.proxy.answers.messages import MessageAnswers
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
-from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.answer_bodies import (
     ChatCompletionChunk,
@@ -159,7 +161,7 @@ async def _answer(
         raise
     record.read_at = time.monotonic()
     # The header takes precedence over the body, because gateways and load balancers log it.
-    if HEADER not in request.headers and asked.request_id:
+    if ID_HEADER not in request.headers and asked.request_id:
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)

@@ -9,11 +9,10 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.admission.budgets import ClientSlots
+from tandem.proxy.answers.http_answers import Download, id_header
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.downloads import Download
 from tandem.proxy.http.starlette_app import ApiRoute, client_of, owner_of
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.records.record_store import RecordNotFound, RecordStore

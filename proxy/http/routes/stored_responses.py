@@ -8,7 +8,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.budgets import ClientSlots
 from tandem.proxy.api.responses_api.response_store import ResponseNotFound, ResponseStore
 from tandem.proxy.api.responses_api.responses_answer import DeletedResponse, ResponseObject
 from tandem.proxy.api.responses_api.responses_request import InputItem

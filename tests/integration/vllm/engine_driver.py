@@ -15,8 +15,8 @@ from vllm.config import VllmConfig
 
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids, unpack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV, open_ranks

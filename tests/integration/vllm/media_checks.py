@@ -23,8 +23,8 @@ from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-fo
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.runtime.errors import InvalidRequest, TandemError, WorkerLost
 from tandem.vllm_worker.engine.vllm_media import VllmMedia

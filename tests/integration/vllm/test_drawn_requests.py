@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.protocol.messages.checks import check_request
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tests.support.noise_model import write_dummy_model
 from tests.support.vllm_clusters import run_with_vllm
 from tests.support.vllm_python import vllm_python

@@ -20,8 +20,8 @@ from tandem.protocol.messages.dispatch import (
     ToProxy,
 )
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import InternalError
 
 _PROXY = "replaying-proxy"

@@ -8,8 +8,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToProxy
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, PrepareDecode, TokenBatch, ToProxy
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 
 TOKENS = list(range(1, 7))

@@ -9,8 +9,8 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.dispatch import PrepareDecode, TokenBatch
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
     CloseTransfer,
     FinishTransfer,

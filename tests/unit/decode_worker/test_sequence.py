@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence, num_blocks_needed
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 BLOCK_SIZE = 4
 

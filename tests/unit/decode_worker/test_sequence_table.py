@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tandem.decode_worker.sequence import DecodePrompt, SequenceTable
 from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 
 def prompt(transfer_id: str, proxy_id: str = "p", arrived_at: float = 0.0, deadline_s: float = 9.0) -> DecodePrompt:

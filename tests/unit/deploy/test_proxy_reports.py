@@ -6,8 +6,14 @@ import msgspec
 
 from tandem.deploy.launch.proxy_reports import MAX_AGE_S, ProxyReports
 from tandem.deploy.launch.start import is_complete
-from tandem.protocol.messages.membership import StatusReport, WorkerInfo, WorkerLoad, WorkerReport
-from tandem.protocol.messages.serving_figures import LatencyBuckets, ServingFigures
+from tandem.protocol.messages.membership import (
+    LatencyBuckets,
+    ServingFigures,
+    StatusReport,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+)
 
 NONE = LatencyBuckets([], [0])
 

@@ -9,20 +9,22 @@ from rich.console import Console
 from tandem.deploy.commands.status import status_tables
 from tandem.deploy.operations.serving_rates import RateSample, rates
 from tandem.protocol.messages.membership import (
+    LatencyBuckets,
     PairStatus,
     PairTraffic,
+    PredictionFigures,
     Role,
+    ServingFigures,
     StatusReport,
     WorkerInfo,
     WorkerLoad,
     WorkerReport,
 )
-from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.observe.serving_figures import serving_figures
+from tandem.proxy.control import serving_figures
 from tandem.proxy.proxy_settings import AdmissionSettings
-from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
-from tandem.telemetry.stages import STAGES, AttemptTimes
+from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import STAGES, AttemptTimes, SequenceTimer
 
 
 def figures(fast: int, slow: int, tokens: int) -> ServingFigures:

@@ -35,8 +35,8 @@ from tandem.engine.model_head import exact_sums
 from tandem.engine.model_runner import ModelRunner
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 8

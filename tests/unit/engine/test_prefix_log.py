@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.kv_cache.prefix_log import PrefixLog
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer
 from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ShipKV
 
 CACHED, WRITTEN = [1, 2], [10, 11, 12, 13, 14]

@@ -12,8 +12,8 @@ from tandem.handover.actions import SendToPeer, SendToProxy
 from tandem.handover.outgoing import YIELD_AFTER_S, Leases
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptPreempted, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, ReserveKV
 from tandem.worker.worker_scheduler import WorkerScheduler
 

@@ -22,11 +22,10 @@ import pytest
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer, IncomingTransfers
 from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, DecodeReserved, PrepareDecode, StartPrefill
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
     CloseTransfer,
     FinishTransfer,

@@ -9,8 +9,8 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.prefill_worker.step import AGING_S
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.step import MAX_LOGPROB_TOKENS, MAX_PROMPT_LOGPROB_TOKENS, plan_step
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 MAX_TOKENS = 2048
 

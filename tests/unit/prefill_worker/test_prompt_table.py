@@ -5,8 +5,8 @@ from __future__ import annotations
 from tandem.handover.outgoing import OutgoingTransfer
 from tandem.prefill_worker.prompt import PrefillPrompt, PromptTable
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 
 def prompt(

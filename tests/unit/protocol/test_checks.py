@@ -24,8 +24,8 @@ from tandem.protocol.messages.membership import (
     WorkerInfo,
 )
 from tandem.protocol.messages.numerics import Numerics
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair, ReservedBlocks
 from tandem.runtime.errors import InvalidMessage
 

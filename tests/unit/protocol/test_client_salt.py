@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.protocol.messages.client_salt import client_of, scoped_salt
+from tandem.protocol.prefix_hash import client_of, scoped_salt
 
 
 def test_a_client_is_recognised_whatever_salts_it_names() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.protocol.messages.dispatch import NewToken, StartPrefill, TokenBatch, ToProxy, ToWorker
 from tandem.protocol.messages.membership import FromProxyControl, ToProxyControl
+from tandem.protocol.messages.packed import pack_token_ids, unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.messages.transfer import ToDecodePeer, ToPrefillPeer
 from tandem.runtime.errors import ErrorInfo, InternalError, ProtocolError, WorkerLost
 

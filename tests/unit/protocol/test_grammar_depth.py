@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, check_grammar
-from tandem.protocol.messages.grammar_depth import grammar_depth
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, check_grammar, grammar_depth
 from tests.support.hostile_grammars import CHAINS
 
 

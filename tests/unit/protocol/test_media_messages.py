@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.media import MediaItem, MediaTensor, check_media, check_segment
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, media_spans
 from tandem.runtime.errors import InvalidRequest
 

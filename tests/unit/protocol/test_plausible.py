@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.messages.checks import plausible_count, plausible_figure, plausible_status
 from tandem.protocol.messages.membership import PairTraffic, PrefixUpdate, TierFigures, WorkerLoad, WorkerStatus
-from tandem.protocol.messages.plausible import plausible_count, plausible_figure, plausible_status
 
 replace = msgspec.structs.replace
 LAST = WorkerLoad(num_blocks=64, waiting_tokens=[(0, 9)], prompt_tokens_per_s=700.0, fixed_step_s=0.02)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.dispatch import AdapterRef
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 
 BLOCK_SIZE = 4

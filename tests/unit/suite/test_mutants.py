@@ -46,7 +46,7 @@ def test_the_interval_of_a_share(num_found: int, num: int, limits: tuple[float, 
 
 
 def test_tests_that_import_the_mutated_file_run_first(tmp_path: Path) -> None:
-    tests = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/prefix_index.py")
-    imports = [" tandem.proxy.cluster.prefix_index " in Path(each).read_text() for each in tests]
+    tests = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/worker_table.py")
+    imports = [" tandem.proxy.cluster.worker_table " in Path(each).read_text() for each in tests]
     assert imports == sorted(imports, reverse=True)
     assert 0 < sum(imports) < len(imports)

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.runtime.logs import LogSettings, serving, setup_logging
-from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
-from tandem.telemetry.request_log import RequestLog, RequestRecord
-from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes
+from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import PLACEMENTS, STAGES, AttemptTimes, RequestLog, RequestRecord, SequenceTimer
 
 
 @pytest.fixture

@@ -5,9 +5,15 @@ from __future__ import annotations
 import tracemalloc
 
 from tandem.telemetry import request_log
-from tandem.telemetry.proxy_metrics import MAX_SHOWN_ATTEMPTS, ProxyMetrics, SequenceTimer
-from tandem.telemetry.request_log import MAX_SHOWN_SEQUENCES, RequestLog, RequestRecord
-from tandem.telemetry.stages import AttemptTimes
+from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import (
+    MAX_SHOWN_ATTEMPTS,
+    MAX_SHOWN_SEQUENCES,
+    AttemptTimes,
+    RequestLog,
+    RequestRecord,
+    SequenceTimer,
+)
 
 METRICS = ProxyMetrics()
 

@@ -13,11 +13,10 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.handover.actions import SendToPeer, SendToProxy
-from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request
-from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, AttemptFailed, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import Pooling, SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
 from tandem.runtime.errors import InvalidMessage
 from tandem.worker.worker_scheduler import WorkerScheduler

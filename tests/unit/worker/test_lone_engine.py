@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tandem.engine.engine_config import EngineConfig
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.runtime.errors import InvalidMessage, InvalidRequest, TandemError
 from tandem.runtime.files.lora_files import read_adapter

@@ -12,8 +12,8 @@ import pytest
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, Ping, Pong, PrepareDecode, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.to_proxy import ProxyAnswers
 from tandem.worker.worker import Worker

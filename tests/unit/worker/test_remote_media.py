@@ -26,8 +26,8 @@ from tandem.media_cache.server import MediaCacheServer
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.protocol.sockets import new_context

@@ -12,8 +12,8 @@ from tandem.engine.batch import Batch
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
 from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.unit.worker.test_worker_scheduler import TOKEN, new_scheduler, start, step

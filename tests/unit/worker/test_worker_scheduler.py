@@ -23,8 +23,8 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVReserved, ReserveKV
 from tandem.worker.worker_scheduler import WorkerScheduler
 

@@ -9,9 +9,18 @@ import msgspec
 
 from tandem.deploy.diagnosis.observation import Observation
 from tandem.deploy.operations.serving_rates import RateSample
-from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
-from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
-from tandem.telemetry.stages import STAGES
+from tandem.protocol.messages.membership import (
+    LatencyBuckets,
+    PairStatus,
+    PredictionFigures,
+    Role,
+    ServingFigures,
+    StatusReport,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+)
+from tandem.telemetry.request_log import STAGES
 
 NUM_SAMPLES = 6
 USUAL = WorkerLoad(

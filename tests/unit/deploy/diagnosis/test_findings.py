@@ -8,9 +8,8 @@ import pytest
 
 from tandem.deploy.diagnosis.diagnosis import diagnose
 from tandem.deploy.diagnosis.observation import HostFigures, Observation, ProcessUse, WorkerMemory
-from tandem.protocol.messages.membership import PairTraffic, TierFigures
+from tandem.protocol.messages.membership import PairTraffic, PredictionFigures, TierFigures
 from tandem.protocol.messages.operations import LaunchedProcess
-from tandem.protocol.messages.serving_figures import PredictionFigures
 from tests.unit.deploy.diagnosis.figures import Cluster, pair, serving, usual_cluster
 
 

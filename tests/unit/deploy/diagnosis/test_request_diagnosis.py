@@ -9,11 +9,10 @@ from tandem.deploy.diagnosis.request_diagnosis import diagnose_request
 from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import StatusReport
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.observe.serving_figures import serving_figures
+from tandem.proxy.control import serving_figures
 from tandem.proxy.proxy_settings import AdmissionSettings
-from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
-from tandem.telemetry.request_log import RequestRecord
-from tandem.telemetry.stages import AttemptTimes
+from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import AttemptTimes, RequestRecord, SequenceTimer
 
 
 def attempt(at: float, queue_s: float, transfer_s: float = 0.004, predicted_ttft_s: float = 0.05) -> AttemptTimes:

@@ -30,7 +30,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.lora.adapters import MAX_CACHED_ADAPTERS, Adapters, load_adapter
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tests.support.lora import make_adapter, merge_adapter

@@ -22,8 +22,8 @@ from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
 from tandem.worker.media_intake import MediaIntake
 from tandem.worker.worker_scheduler import WorkerScheduler

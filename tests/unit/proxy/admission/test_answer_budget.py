@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
+from tandem.proxy.admission.budgets import MAX_ANSWER_BYTES, UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
 from tandem.runtime.errors import InvalidRequest
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.proxy.admission.byte_budget import ByteBudget
+from tandem.proxy.admission.budgets import ByteBudget
 from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
 

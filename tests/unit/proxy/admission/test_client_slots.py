@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.budgets import ClientSlots
 
 
 def test_one_client_leaves_room_for_others() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import ClientSlots, DescriptorBudget
 from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
 

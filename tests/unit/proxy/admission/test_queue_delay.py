@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.proxy.admission.admission import Admission, QueueFull, Ticket
-from tandem.proxy.admission.queue_delay import MIN_WAITING, QueueDelayController
+from tandem.proxy.admission.admission import MIN_WAITING, Admission, QueueDelayController, QueueFull, Ticket
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tests.unit.proxy.admission.test_admission import Clock
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.proxy.answers.chat import ParsedAnswers
 from tandem.proxy.answers.messages import MessageAnswers
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader

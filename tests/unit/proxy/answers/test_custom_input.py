@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proxy.answers.parsed_answers import CustomInput, CustomInputs
+from tandem.proxy.answers.chat import CustomInput, CustomInputs
 from tandem.proxy.parsers.parsed import Parsed
 
 

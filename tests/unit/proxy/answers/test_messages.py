@@ -18,8 +18,8 @@ from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import FinishReason
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import tandem_error_response
+from tandem.proxy.answers.http_answers import id_header
 from tandem.proxy.answers.messages import BlockWriter, MessageAnswers, encode_event, joined_blocks
-from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.messages_api.messages_response import AnsweredThinking, AnsweredToolUse, BlockStart, BlockStop
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound

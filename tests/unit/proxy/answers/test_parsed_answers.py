@@ -11,10 +11,9 @@ import pytest
 from tokenizers import AddedToken
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
-from tandem.proxy.answers.parsed_answers import CustomInputs, ParsedAnswers, ParsedChoice
-from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.admission.budgets import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
+from tandem.proxy.answers.chat import CustomInputs, ParsedAnswers, ParsedChoice
+from tandem.proxy.dispatch.generation import Generation, TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.reading.body_reader import BodyReader

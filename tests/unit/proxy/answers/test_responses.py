@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.proxy.admission.answer_budget import HeldAnswer
+from tandem.proxy.admission.budgets import HeldAnswer
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
@@ -22,8 +22,7 @@ from tandem.proxy.api.responses_api.response_store import (
     PreviousResponseNotFound,
     ResponseStore,
 )
-from tandem.proxy.api.responses_api.response_tools import ResponseTools
-from tandem.proxy.api.responses_api.responses_chat import to_chat
+from tandem.proxy.api.responses_api.responses_chat import ResponseTools, to_chat
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation

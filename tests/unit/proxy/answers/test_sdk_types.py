@@ -24,11 +24,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
+from tandem.proxy.answers.chat import ParsedAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import error_body, messages_error
 from tandem.proxy.answers.json_parts import encode
 from tandem.proxy.answers.messages import MessageAnswers
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.answer_bodies import ModelCard
 from tandem.proxy.api.messages_api.messages_response import TokenCount

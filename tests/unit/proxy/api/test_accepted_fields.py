@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.grammar_checks import GrammarChecks
-from tandem.proxy.api.output_fields import MAX_FUNCTIONS
-from tandem.proxy.api.output_grammar import CallGrammar
+from tandem.proxy.api.schema import MAX_FUNCTIONS
+from tandem.proxy.api.structured_output import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.proxy_settings import AdmissionSettings

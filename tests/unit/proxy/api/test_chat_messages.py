@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.api.chat_messages import MAX_CHAT_PARTS
+from tandem.proxy.api.schema import MAX_CHAT_PARTS
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest

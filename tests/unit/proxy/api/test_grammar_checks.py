@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
 from tandem.proxy.api.grammar_checks import MAX_CHECKS, Check, CheckedGrammar, GrammarChecks
 from tandem.proxy.api.json_schemas import without_annotations
-from tandem.proxy.api.output_grammar import CallGrammar, TextGrammar
+from tandem.proxy.api.structured_output import CallGrammar, TextGrammar
 from tandem.proxy.parsers.argument_types import ToolArguments, typed_value
 from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.output_grammar import CallGrammar
+from tandem.proxy.api.structured_output import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest

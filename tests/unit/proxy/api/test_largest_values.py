@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, MAX_CHAT_PARTS
 from tandem.proxy.api.chat_prompts import MAX_TEMPLATE_VALUES
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.output_fields import MAX_FUNCTIONS
 from tandem.proxy.api.responses_api.responses_request import InputItem
+from tandem.proxy.api.schema import MAX_CHAT_MESSAGES, MAX_CHAT_PARTS, MAX_FUNCTIONS
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.grammar import GrammarCheck
-from tandem.proxy.api import limited_checks
-from tandem.proxy.api.limited_checks import LimitedChecks
-from tandem.proxy.api.output_grammar import json_rule, lark_of
+from tandem.proxy.api import grammar_checks
+from tandem.proxy.api.grammar_checks import LimitedChecks
+from tandem.proxy.api.structured_output import json_rule, lark_of
 from tandem.runtime.errors import InternalError
 from tests.support.hostile_grammars import CONJUNCTIONS
 
@@ -31,9 +31,9 @@ def allocate(_text: str) -> GrammarCheck:
 
 
 def with_check(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], GrammarCheck]) -> LimitedChecks:
-    monkeypatch.setattr(limited_checks, "check_grammar", check)
-    monkeypatch.setattr(limited_checks, "CHECKS_CPU_S", 0.2)
-    monkeypatch.setattr(limited_checks, "LAST_CPU_S", 0.1)
+    monkeypatch.setattr(grammar_checks, "check_grammar", check)
+    monkeypatch.setattr(grammar_checks, "CHECKS_CPU_S", 0.2)
+    monkeypatch.setattr(grammar_checks, "LAST_CPU_S", 0.1)
     return LimitedChecks()
 
 
@@ -104,7 +104,7 @@ def test_a_check_whose_process_something_else_ends_is_tried_again_once(
 @pytest.mark.parametrize("name", CONJUNCTIONS)
 def test_patterns_that_all_apply_end_at_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the limit they take minutes, or gigabytes."""
-    monkeypatch.setattr(limited_checks, "CHECKS_CPU_S", 0.5)
+    monkeypatch.setattr(grammar_checks, "CHECKS_CPU_S", 0.5)
     patterns = CONJUNCTIONS[name]
     schema: dict[str, Any] = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
     with LimitedChecks() as check:

@@ -11,8 +11,8 @@ import pytest
 
 from tandem.proxy.api import skipped_kinds
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.responses_api.responses_request import CalledTool, InputItem
+from tandem.proxy.api.structured_output import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
 

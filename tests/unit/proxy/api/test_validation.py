@@ -17,7 +17,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.text.model_defaults import SamplingDefaults
+from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
 from tandem.runtime.errors import InvalidRequest

@@ -16,7 +16,7 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
 from tandem.proxy.cluster.router import PromptShape, Route, Router
 from tandem.proxy.cluster.worker_table import WorkerTable

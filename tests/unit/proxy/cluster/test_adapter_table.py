@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import AdapterRef
 from tandem.proxy.cluster.adapter_table import AdapterNotFound, AdapterTable, NamedAdapter
 from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter
 

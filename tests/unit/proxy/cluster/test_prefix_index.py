@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from tandem.engine.kv_cache.prefix_log import PrefixLog
-from tandem.proxy.cluster.prefix_index import PrefixIndex
+from tandem.proxy.cluster.worker_table import PrefixIndex
 
 
 def name(number: int) -> bytes:

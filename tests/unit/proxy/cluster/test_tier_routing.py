@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.proxy.cluster.router import PromptShape
 from tests.unit.proxy.cluster.router_machine import (
     BLOCK_SIZE,

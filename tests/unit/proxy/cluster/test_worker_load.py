@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.membership import WorkerLoad
-from tandem.proxy.cluster.worker_load import PromptQueue, TypicalSpeed, WorkerUse
+from tandem.proxy.cluster.worker_record import PromptQueue, TypicalSpeed, WorkerUse
 
 
 def use_of(**load: Any) -> WorkerUse:

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.dispatch import FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
@@ -24,7 +23,7 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence import PromptTask
 from tandem.proxy.proxy_settings import AdmissionSettings
-from tandem.proxy.text.model_defaults import EmbeddingDefaults
+from tandem.proxy.text.model_text import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play, turn, whole

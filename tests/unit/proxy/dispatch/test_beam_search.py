@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size

@@ -9,7 +9,7 @@ import pytest
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.numerics import Numerics
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.proxy.cluster.router import NoWorkerReady
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn, whole
 from tests.unit.proxy.dispatch.test_beam_search import answers, step

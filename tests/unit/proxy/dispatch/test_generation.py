@@ -19,12 +19,10 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
 )
 from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerLoad, WorkerStatus
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.packed import pack_logprobs, unpack_token_ids
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.http_answers import unless_disconnected
+from tandem.proxy.answers.http_answers import ClientDisconnected, unless_disconnected
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence import TokenDelta

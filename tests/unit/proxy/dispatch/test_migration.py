@@ -15,11 +15,11 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
 )
 from tandem.protocol.messages.membership import LeaveCause, WorkerInfo
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams
-from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
+from tandem.proxy.dispatch.dispatcher import WorkerReadiness
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tests.support.clocked_loop import run_in_no_time
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn, whole

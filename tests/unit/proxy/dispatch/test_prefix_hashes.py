@@ -10,8 +10,7 @@ import msgspec
 
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.prefill_worker.prompt import PrefillPrompt
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, PrepareDecode, StartPrefill
 from tandem.protocol.prefix_hash import pack_short_hashes
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.adapter_table import NamedAdapter

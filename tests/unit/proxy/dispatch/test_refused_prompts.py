@@ -8,11 +8,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams
-from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.proxy.dispatch import crashes
-from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
-from tandem.proxy.dispatch.sequence import prompt_digest
+from tandem.proxy.dispatch import sequence
+from tandem.proxy.dispatch.sequence import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers, prompt_digest
 from tandem.proxy.text.prompt import Prompt
 
 SAMPLING = SamplingParams()
@@ -53,7 +52,7 @@ def test_the_error_says_for_how_long() -> None:
 
 
 def test_only_the_prompts_that_were_added_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crashes, "MAX_REFUSED_PROMPTS", 3)
+    monkeypatch.setattr(sequence, "MAX_REFUSED_PROMPTS", 3)
     refused = RefusedPrompts()
     refuse(refused, 0.0, 1, 2, 3)
     assert all(is_refused(refused, 0.0, each) for each in (1, 2, 3))

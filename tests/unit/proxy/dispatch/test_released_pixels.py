@@ -14,8 +14,8 @@ import pytest
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, StartPrefill
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken
-from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch import dispatcher
 from tandem.proxy.dispatch.generation import Generation

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
-from tandem.proxy.dispatch.sequence_text import SequenceText, StopStrings, TextDelta
+from tandem.proxy.dispatch.generation import SequenceText, StopStrings, TextDelta
 from tandem.proxy.text.detokenizer import Detokenizer
-from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import SequenceTimer
 from tests.support.proxy_cluster import EOS, FakeText
 
 TEXT = FakeText()

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import NoWorkerReady
-from tandem.proxy.dispatch.crashes import ABORT_S, CLOSING_S, MAX_DEATHS, MAX_SHARED_DEATHS, TRIAL_S, Trials
+from tandem.proxy.dispatch.sequence import ABORT_S, CLOSING_S, MAX_DEATHS, MAX_SHARED_DEATHS, TRIAL_S, Trials
 
 WORKERS = {name: WorkerInfo(name, name, "any", f"ipc://{name}", 1) for name in "abc"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.protocol.messages.dispatch import AbortAttempt
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.dispatch.dispatcher import WorkerConnections
 
 OLD = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 1)
 NEW = WorkerInfo("decode-0", "d2", "decode", "ipc://d", 2)

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.protocol.messages.dispatch import AdapterRef
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.http.app import make_admin_app

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.http.api_keys import MAX_FILE_BYTES, ApiKeys, KeyFile, parse_keys
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.runtime.errors import ConfigError

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, UnsupportedContentCoding
+from tandem.proxy.admission.budgets import DescriptorBudget
+from tandem.proxy.answers.errors import BodyTooLarge, UnsupportedContentCoding
+from tandem.proxy.answers.http_answers import ClientDisconnected
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.admission import Admission, QueueFull
-from tandem.proxy.admission.answer_budget import HeldAnswer
-from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.http_answers import unless_disconnected
+from tandem.proxy.admission.budgets import HeldAnswer
+from tandem.proxy.answers.http_answers import ClientDisconnected, unless_disconnected
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.http.routes import generation_routes

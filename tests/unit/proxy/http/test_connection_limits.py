@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.proxy.answers.errors import TooManyFromClient
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+from tandem.proxy.http.connection_limits import ConnectionLimits
 
 
 class Connection:

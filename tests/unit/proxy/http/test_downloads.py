@@ -13,12 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import AnswerBudget, DescriptorBudget
+from tandem.proxy.answers.http_answers import Download
 from tandem.proxy.batches.file_store import FileStore
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.downloads import Download
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tests.unit.proxy.batches.batch_files import line, upload

@@ -7,7 +7,7 @@ import threading
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.cluster.router import NeverInTime, SLOUnreachable
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.runtime.errors import InvalidRequest

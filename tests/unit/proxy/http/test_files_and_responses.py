@@ -19,8 +19,7 @@ import pytest
 from starlette.datastructures import UploadFile
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import AnswerBudget, DescriptorBudget
 from tandem.proxy.api.responses_api.response_store import ItemReader, ResponseStore, StoredResponse
 from tandem.proxy.api.responses_api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches import file_store

@@ -12,8 +12,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import AnswerBudget, DescriptorBudget
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.routes import records
 from tandem.proxy.http.routes.records import record_header, record_routes

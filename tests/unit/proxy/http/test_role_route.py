@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, Role, WorkerInfo
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.budgets import AnswerBudget
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.http.app import make_admin_app
 from tandem.proxy.http.bodies import RequestBodies

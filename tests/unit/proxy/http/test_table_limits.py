@@ -9,9 +9,8 @@ import pytest
 from pytest import MonkeyPatch
 
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, PrefixUpdate, RegisterWorker, WorkerInfo
-from tandem.proxy.cluster import prefix_index, worker_table
-from tandem.proxy.cluster.prefix_index import PrefixIndex
-from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.cluster import worker_table
+from tandem.proxy.cluster.worker_table import PrefixIndex, WorkerTable
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_pool
 from tandem.proxy.reading.body_reader import BodyReader
@@ -62,7 +61,7 @@ def test_workers(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_reported_cached_blocks_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_BLOCKS_PER_WORKER", 10)
+    monkeypatch.setattr(worker_table, "MAX_BLOCKS_PER_WORKER", 10)
     index = PrefixIndex()
     index.join("liar")
     index.apply("liar", PrefixUpdate(0, True, b"".join(i.to_bytes(8, "little") for i in range(11)), b""))

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proxy.media.data_url import decode_data_url, is_data_url
 from tandem.proxy.media.fetch import read_file
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.media.source import InvalidMedia, MediaSource
+from tandem.proxy.media.source import InvalidMedia, MediaSource, decode_data_url, is_data_url
 from tandem.runtime.errors import InvalidRequest
 
 LIMITS = MediaLimits(max_bytes=1000)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.media_cache.media_segment import offsets_of, write_segment
-from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, read_sources, sources_key
+from tandem.proxy.media.media_lease import HeldSources, SourceBytes, read_sources, sources_key
 from tandem.runtime.errors import WorkerLost
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.parsed import Cut
 from tandem.proxy.parsers.reasoning import (

@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.proxy.api.responses_api.responses_request import ResponseRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, reads_files
-from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
-from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.model_text import EmbeddingDefaults, ModelText, SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
 from tandem.runtime.errors import InvalidRequest, TandemError
 from tests.support.settings import proxy_config

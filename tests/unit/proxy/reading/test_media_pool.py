@@ -15,13 +15,12 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.media_cache import MediaPart
 from tandem.protocol.sockets import new_context
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.budgets import DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.media.media_lease import MadeMedia
-from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes
+from tandem.proxy.media.media_lease import HeldSources, MadeMedia, SourceBytes
 from tandem.proxy.media.source import FoundMedia, MediaSource, SentMedia
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.media_messages import (

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import (
     FinishReason,
     SampledToken,
@@ -19,9 +20,8 @@ from tandem.protocol.messages.sampling import (
     Thinking,
     TokenLogprobs,
 )
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.cluster.router import Route
-from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
+from tandem.proxy.cluster.worker_record import TypicalSpeed, WorkerUse
 from tandem.proxy.records import record as record_module
 from tandem.proxy.records.record import (
     FORMAT,

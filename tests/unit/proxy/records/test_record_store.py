@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.proxy.proxy_settings import check_folder
 from tandem.proxy.records import record_store
 from tandem.proxy.records.record import decode_record
-from tandem.proxy.records.record_settings import check_folder
 from tandem.proxy.records.record_store import Outcome, RecordNotFound, RecordStore
 from tandem.proxy.records.recording import Recording
 from tandem.proxy.text.prompt import Prompt

@@ -14,8 +14,8 @@ import pytest
 from tandem.protocol.messages.dispatch import FirstToken, NewToken, StartPrefill, TokenBatch
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo
 from tandem.protocol.messages.numerics import Numerics
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, StopConditions, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.records import recording as recording_module

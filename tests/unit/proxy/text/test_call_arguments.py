@@ -14,12 +14,13 @@ import pytest
 
 from tandem.proxy.answers.messages import BlockWriter, joined_blocks
 from tandem.proxy.answers.responses import ItemWriter
-from tandem.proxy.api.chat_messages import ChatMessage, FunctionCall, ToolCall, template_message
+from tandem.proxy.api.chat_prompts import template_message
+from tandem.proxy.api.schema import ChatMessage, FunctionCall, ToolCall
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.text.call_arguments import template_arguments
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt
+from tandem.proxy.text.tool_calls import template_arguments
 
 # The ways in which the templates of these families write earlier calls.
 TEMPLATES = {

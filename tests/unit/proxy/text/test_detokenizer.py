@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.proxy.dispatch.sequence_text import StopStrings
+from tandem.protocol.messages.packed import pack_token_ids
+from tandem.proxy.dispatch.generation import StopStrings
 from tandem.proxy.text.detokenizer import Detokenizer, decode_whole, spelled_bytes
 from tests.support.tokenizers import (
     SPECIAL,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.text.model_defaults import EmbeddingDefaults
+from tandem.proxy.text.model_text import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.media import MediaKind
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media

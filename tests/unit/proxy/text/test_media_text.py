@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.messages.media import MediaKind
-from tandem.proxy.text.media_text import media_prompt
 from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
+from tandem.proxy.text.rendering import media_prompt
 from tandem.runtime.errors import InvalidRequest
 
 PLACEHOLDERS: dict[MediaKind, MediaPlaceholder] = {

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.text.model_defaults import SamplingDefaults
+from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.runtime.errors import ConfigError
 
 

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.text.chat_turns import (
+from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.prompt import ChatPrompt
+from tandem.proxy.text.template_habits import (
+    TemplateHabits,
     is_system,
     with_answers_to_results,
     with_joined_turns,
@@ -25,9 +28,6 @@ from tandem.proxy.text.chat_turns import (
     with_system_of_user,
     with_text_in_thoughts,
 )
-from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import ChatPrompt
-from tandem.proxy.text.template_habits import TemplateHabits
 from tandem.runtime.errors import InvalidRequest
 from tests.support import chat_templates
 from tests.support.tokenizers import SPECIAL, byte_level

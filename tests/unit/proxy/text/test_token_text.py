@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.logprobs import chat_logprobs, completion_logprobs
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.token_text import TokensAsIds, TokenText

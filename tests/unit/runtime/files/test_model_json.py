@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.model_files import takes_media
-from tandem.proxy.text.model_text import ChatTemplates
+from tandem.proxy.text.model_text import ChatTemplates, EmbeddingDefaults, SamplingDefaults
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.model_json import read_model_json

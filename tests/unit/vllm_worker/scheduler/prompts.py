@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
 
 
 def start(
