@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.engine.lora.adapters import Adapters
     from tandem.engine.sampling.grammars import Grammars
     from tandem.engine.tensor_parallel import TensorParallelGroup
-    from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+    from tandem.kv_transfer.ranks.fan_out import WorkerPools
 
 STOP_TIMEOUT_S = 1.5
 """Time that a running step gets when the worker ends."""

@@ -22,8 +22,8 @@ from tandem.handover.incoming_pairs import (
 )
 from tandem.handover.kv_traffic import IncomingPairs
 from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted, PairRefused
@@ -158,7 +158,7 @@ def test_a_pair_whose_receiver_cannot_listen_is_closed_and_leaves_nothing(connec
         table = IncomingPairTable(LAYOUT, "here", "cpu", named(connector), False)
         pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
         pairs = IncomingPairs(
-            "d", table, WorkerPools(pool), watch_exit,
+            "d", table, WorkerPools(pool.layout, [pool]), watch_exit,
             lambda pair_id, message: sent.put_nowait(message), lambda *loss: None, lambda epoch: None,
         )  # fmt: skip
         pairs.on_open(msgspec.structs.replace(FIRST, connectors=[connector]))

@@ -15,8 +15,8 @@ from tandem.handover.kv_traffic import IncomingPairs, OutgoingPairs
 from tandem.handover.outgoing_pairs import OutgoingPair, OutgoingPairTable
 from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.ranks import contained_path
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, KVReserved, OpenPair, PairAccepted, ReservedBlocks
@@ -32,7 +32,8 @@ PREFILL, DECODE = (
 
 
 def new_pools() -> WorkerPools:
-    return WorkerPools(RankPool(0, LAYOUT, torch.zeros(4, 512, dtype=torch.uint8), DataNetwork("127.0.0.1")))
+    own = RankPool(0, LAYOUT, torch.zeros(4, 512, dtype=torch.uint8), DataNetwork("127.0.0.1"))
+    return WorkerPools(LAYOUT, [own])
 
 
 class PairedWorkers:

@@ -17,8 +17,8 @@ from tandem.handover.incoming_pairs import IncomingPairTable
 from tandem.handover.kv_traffic import IncomingPairs
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair
@@ -173,7 +173,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
         pairs = IncomingPairs(
             "d",
             table,
-            WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1"))),
+            WorkerPools(layout, [RankPool(0, layout, blocks, DataNetwork("127.0.0.1"))]),
             watch_exit,
             lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),
