@@ -146,6 +146,8 @@ class SimulatedRank:
 class SimulatedPools(WorkerPools):
     """The pools of a worker, with simulated ranks. pools: of all heads, in order."""
 
+    tiers: Any
+
     def __init__(
         self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, pools: list[Pool], wires: Wires, tiers: Any
     ) -> None:  # fmt: skip
