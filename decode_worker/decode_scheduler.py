@@ -66,11 +66,11 @@ class DecodeScheduler:
         tiers: PrefixTiers | None = None,
     ) -> None:
         self.blocks = blocks
-        self._tiers = tiers or PrefixTiers(blocks)
-        self._model_id = model_id
+        self.tiers = tiers or PrefixTiers(blocks)
+        self.model_id = model_id
         self._block_bytes = block_bytes
         self.running = RunningBatch(blocks, max_num_seqs)
-        self.reservations = Reservations(blocks, self.running, max_num_seqs, self._tiers)
+        self.reservations = Reservations(blocks, self.running, max_num_seqs, self.tiers)
         self.sequences = SequenceTable()
         self.transfers: IncomingTransfers[DecodePrompt, Action] = IncomingTransfers(self)
         self._num_arrived = 0
@@ -109,7 +109,7 @@ class DecodeScheduler:
     def begin_computed(self, computed: ComputedPrompt) -> list[Action]:
         """Runs sequences whose prompt the prefill role has computed. Takes over the prompt's blocks."""
         prompt = DecodePrompt.of(
-            computed.request, self._num_arrived, computed.arrived_at, self.blocks.block_size, self._model_id,
+            computed.request, self._num_arrived, computed.arrived_at, self.blocks.block_size, self.model_id,
             computed.grammar, computed.hashes, computed.adapter,
         )  # fmt: skip
         assert computed.open_ids and computed.open_ids <= prompt.sequences.keys(), "others have ended in prefill"
@@ -126,7 +126,7 @@ class DecodeScheduler:
         self, now: float, request: PrepareDecode, grammar: Grammar | None = None, adapter: Adapter | None = None
     ) -> list[Action]:
         prompt = DecodePrompt.of(
-            request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar, adapter=adapter
+            request, self._num_arrived, now, self.blocks.block_size, self.model_id, grammar, adapter=adapter
         )
         if (error := self._why_refused(prompt, request)) is not None:
             return [failure(sequence, error) for sequence in prompt.sequences.values()]

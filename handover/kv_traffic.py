@@ -61,7 +61,6 @@ from tandem.protocol.messages.transfer import (
 )
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost, first_line
-from tandem.runtime.processes.lifetime import WatchExit
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 
@@ -143,8 +142,7 @@ class KVTraffic(Generic[A]):
         self._incoming = IncomingPairs(
             epoch=info.epoch,
             table=self._incoming_table,
-            pools=host.pools,
-            watch_exit=host.watch_exit,
+            host=host,
             send=shell.send,
             on_pair_lost=lambda pair_id, reason, peer_stopped: self._perform(
                 incoming.on_pair_lost(pair_id, reason, peer_stopped)
@@ -523,20 +521,18 @@ class IncomingPairs:
         self,
         epoch: str,
         table: IncomingPairTable,
-        pools: KVPools,
-        watch_exit: WatchExit,
+        host: KVHost,
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
         self._table = table
-        self._pools = pools
+        self._host = host
         self._send = send
         self._on_pair_lost = on_pair_lost
         self._on_prefill_lost = on_prefill_lost
         self._receivers: dict[str, KVReceiver] = {}
-        self._watch_exit = watch_exit
         self._watches: dict[str, list[Callable[[], None]]] = {}  # each ends a watch
         self._loop = asyncio.get_running_loop()
 
@@ -599,7 +595,7 @@ class IncomingPairs:
         self._watches[pair_id] = []
         on_addresses = partial(post, self._loop, self._answer, action)
         try:
-            self._receivers[pair_id] = self._pools.open_receiver(
+            self._receivers[pair_id] = self._host.pools.open_receiver(
                 action.connector, pair_id, action.num_senders, on_addresses
             )
         except Exception as error:  # KVPathRefused; with any other, too, the peer waits for an answer
@@ -632,7 +628,7 @@ class IncomingPairs:
             if pair_id not in self._watches:
                 return  # the exit of one rank has closed the pair
             try:
-                end = self._watch_exit(pid, partial(self._on_exit, pair_id, pid))
+                end = self._host.watch_exit(pid, partial(self._on_exit, pair_id, pid))
             except ProcessLookupError:
                 self._perform(self._table.on_exit(pair_id, pid))
             except OSError as error:  # it may still live and write

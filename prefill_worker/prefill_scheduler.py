@@ -16,10 +16,8 @@ from collections.abc import Collection
 
 from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
-from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.handover.actions import SendToProxy
 from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
@@ -41,25 +39,15 @@ from tandem.runtime.errors import (
 class PrefillScheduler:
     """Owns the prompts that the worker computes.
 
-    model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
-    that compute concurrently. lease_s: see `handover.outgoing.Leases`. decode, tiers: of the same worker, over the same
-    blocks.
+    decode: the other role of the worker, whose blocks and tiers this one shares. max_num_batched_tokens: prompt tokens
+    per step. max_num_seqs: prompts that compute concurrently. lease_s: see `handover.outgoing.Leases`.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        model_id: str,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        lease_s: float,
-        decode: DecodeScheduler,
-        tiers: PrefixTiers,
-    ) -> None:
-        self.blocks = blocks
+    def __init__(self, decode: DecodeScheduler, max_num_batched_tokens: int, max_num_seqs: int, lease_s: float) -> None:
+        self.blocks = decode.blocks
         self._decode = decode
-        self._tiers = tiers
-        self._model_id = model_id
+        self._tiers = decode.tiers
+        self._model_id = decode.model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self.transfers: OutgoingTransfers[PrefillPrompt, Action] = OutgoingTransfers(lease_s, self)
@@ -362,6 +350,7 @@ class PrefillScheduler:
         if self.prompts.by_transfer.get(prompt.request.transfer_id) is not prompt:
             return []  # settled before
         # Blocks are released here only: whatever ends a prompt during a step, the step still writes into them.
+        assert prompt.number not in self.prompts.waiting and prompt.number not in self.prompts.computing
         self.prompts.forget(prompt)
         if prompt.media is not None:
             prompt.media.release()

@@ -306,7 +306,6 @@ class PromptTable:
         return prompt
 
     def forget(self, prompt: PrefillPrompt) -> None:
-        assert prompt.number not in self.waiting and prompt.number not in self.computing, "no step takes it again"
         for attempt_id in prompt.open_ids:
             self.by_attempt.pop((prompt.request.proxy_id, attempt_id), None)
         del self.by_transfer[prompt.request.transfer_id]

@@ -174,7 +174,7 @@ class PresentWorker(Protocol):
 
 
 class Presence:
-    """Keeps a worker registered while `serve` runs. Implements `RegisteredWorker`.
+    """Keeps a worker registered while `serve` runs.
 
     register: the worker's registration, with its role at the start. new_role_file: opens the file of the configuration,
     if it names one.
@@ -251,22 +251,27 @@ class Presence:
         self._registration.send_to_all(self.status())
         return True
 
-    # ---- what the proxies tell (see `RegisteredWorker`)
+    # ---- what the proxies ask and tell, through `ProxyLinks`
 
     def on_view(self, workers: list[WorkerInfo]) -> None:
+        """Takes all workers that any proxy knows, when that changes."""
         self._traffic.on_view(workers)
 
     def on_proxy_lost(self, proxy_id: str) -> None:
+        """Aborts the requests of a proxy."""
         self._worker.on_proxy_lost(proxy_id)
 
     def leave(self) -> None:
+        """Drains the worker for good."""
         self.drain(for_good=True)
 
     def restart_reports(self) -> None:
+        """Lets the next status have all prefixes and all pairs: a proxy has missed some."""
         self._requests.restart_prefixes()
         self._traffic.restart_reports()
 
     def clear_cache(self) -> None:
+        """Forgets all cached prefixes: an operator clears the cache."""
         log.info("forgetting all cached prefixes")
         self._worker.clear_cache()
 
@@ -283,6 +288,7 @@ class Presence:
         self._registration.send_to_all(self.status())
 
     def status(self) -> WorkerStatus:
+        """Returns the next report, which has what has changed since the last call, besides load and role."""
         load, pairs = self._worker.report(self._num_role_changes), self._traffic.take_pair_changes()
         prefixes, tier_prefixes = self._requests.take_prefixes()
         info = self.info
@@ -290,30 +296,6 @@ class Presence:
             info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes,
             self._traffic.num_pair_changes,
         )  # fmt: skip
-
-
-class RegisteredWorker(Protocol):
-    """What the proxies ask and tell a worker."""
-
-    def status(self) -> WorkerStatus:
-        """Returns what has changed since the last call, besides load and role."""
-
-    def on_view(self, workers: list[WorkerInfo]) -> None:
-        """Takes all workers that any proxy knows, when that changes."""
-
-    def on_proxy_lost(self, proxy_id: str) -> None:
-        """Aborts the requests of a proxy."""
-
-    def restart_reports(self) -> None:
-        """Lets the next status have all prefixes and all pairs: a proxy has missed some."""
-
-    def leave(self) -> object:
-        """Drains the worker for good."""
-
-    def change_role(self, role: Role) -> None: ...
-
-    def clear_cache(self) -> None:
-        """Forgets all cached prefixes: an operator clears the cache."""
 
 
 class _ProxyLink:
@@ -351,7 +333,7 @@ class ProxyLinks:
         self,
         network: Network,
         register: RegisterWorker,
-        worker: RegisteredWorker,
+        worker: Presence,
         proxy_endpoints: list[str],
         proxies_file: str = "",
     ) -> None:

@@ -56,9 +56,7 @@ class WorkerScheduler:
         self.step_times = StepTimes(itl_slo_s)
         self.tiers = PrefixTiers(blocks, tiers, block_bytes, lambda: self.step_times.prompt_tokens_per_s)
         self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes, self.tiers)
-        self.prefill = PrefillScheduler(
-            blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode, self.tiers
-        )
+        self.prefill = PrefillScheduler(self.decode, max_num_batched_tokens, max_num_seqs, lease_s)
         self._chunks = ChunkLimit(max_num_batched_tokens)
         self._steps: deque[_Step] = deque()  # in flight
         self._isolation = StepIsolation()
