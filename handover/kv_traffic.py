@@ -289,6 +289,8 @@ class KVTraffic(Generic[A]):
         )
         pair = self._outgoing_table.get(action.pair_id)
         assert pair is not None  # it has a sender
+        # On a one-sided path decode uses blocks as soon as they are announced, so the message follows the blocks. On the
+        # others decode must begin to receive first. One order for both would read blocks too early, or wait for ever.
         one_sided = self._host.connectors[pair.connector].one_sided
         if not one_sided:
             self._outgoing.send(action.pair_id, announcement)
@@ -356,6 +358,7 @@ class KVTraffic(Generic[A]):
             self._perform(self._receiving.on_corrupt(action.transfer_id, error))
 
     def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
+        # The transfer first, with the error of its own path; the end of the pair gives all others a general reason.
         with _contained(self._incoming, action.pair_id):
             self._perform(self._receiving.on_received(action.transfer_id, error))
         if error is not None:
@@ -435,6 +438,7 @@ class OutgoingPairs:
                 sender = self._senders.get(pair_id)
                 with _contained(self, pair_id):
                     self._on_message(message)
+                # Behind the blocks that the machine ships at once, which would wait until all others are prepared.
                 if isinstance(message, KVReserved) and sender is not None:
                     for group in message.groups:
                         sender.prepare(group.block_ids)

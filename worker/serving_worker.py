@@ -110,7 +110,10 @@ class ServingWorker(ABC, Generic[A]):
     # ---- beginning and end
 
     def _open(self, host: KVHost, pid: int, scheduler: WorkerRequests[A], model: ServedModel) -> None:
-        """Binds the worker's socket. pid: the process that the launcher has started."""
+        """Binds the worker's socket. pid: the process that the launcher has started.
+
+        The caller makes its other parts before it awaits anything: messages come from then on.
+        """
         config, layout = self._config, host.pools.layout
         self._scheduler, self._model = scheduler, model
         self._network = self._new_network()
@@ -188,7 +191,7 @@ class ServingWorker(ABC, Generic[A]):
                 self.on_proxy_lost(message.proxy_id)
             case Ping():
                 self._answers.answer(identity, message)
-            case _:
+            case _:  # of a peer; the codec takes no others
                 self._traffic.on_message(message, self._model.vocab_size)
 
     def _perform(self, actions: Actions[A]) -> None:

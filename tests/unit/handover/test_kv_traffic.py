@@ -155,11 +155,12 @@ def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(directio
         raised: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
         traffic = Traffic()
+        machines: Any = traffic.traffic
         if direction == "ship":
-            traffic.traffic._sending.on_shipped = mistake  # type: ignore[method-assign]
+            machines._sending.on_shipped = mistake
             traffic.traffic.ship(Ship("pair", "t", 0, [1], [2]))
         else:
-            traffic.traffic._receiving.on_received = mistake  # type: ignore[method-assign]
+            machines._receiving.on_received = mistake
             traffic.traffic.receive(Receive("pair", "t", [1]))
         calls = await traffic.end(None)
         [error] = raised
