@@ -289,8 +289,8 @@ class KVTraffic(Generic[A]):
         )
         pair = self._outgoing_table.get(action.pair_id)
         assert pair is not None  # it has a sender
-        # On a one-sided path decode uses blocks as soon as they are announced, so the message follows the blocks. On the
-        # others decode must begin to receive first. One order for both would read blocks too early, or wait for ever.
+        # On a one-sided path decode uses blocks as soon as they are announced, so the message follows the blocks. On
+        # the others decode must begin to receive first. One order for both would read too early, or wait for ever.
         one_sided = self._host.connectors[pair.connector].one_sided
         if not one_sided:
             self._outgoing.send(action.pair_id, announcement)
