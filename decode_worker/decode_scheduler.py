@@ -65,11 +65,11 @@ class DecodeScheduler:
         tiers: PrefixTiers | None = None,
     ) -> None:
         self.blocks = blocks
-        self._tiers = tiers or PrefixTiers(blocks)
-        self._model_id = model_id
+        self.tiers = tiers or PrefixTiers(blocks)
+        self.model_id = model_id
         self._block_bytes = block_bytes
         self.running = RunningBatch(blocks, max_num_seqs)
-        self.reservations = Reservations(blocks, self.running, max_num_seqs, self._tiers)
+        self.reservations = Reservations(blocks, self.running, max_num_seqs, self.tiers)
         self.sequences = SequenceTable()
         self.transfers: IncomingTransfers[DecodePrompt, Action] = IncomingTransfers(self)
         self._num_arrived = 0
@@ -108,9 +108,11 @@ class DecodeScheduler:
     def begin_computed(self, computed: ComputedPrompt) -> list[Action]:
         """Runs sequences whose prompt the prefill role has computed. Takes over the prompt's blocks."""
         prompt = DecodePrompt.of(
-            computed.request, self._num_arrived, computed.arrived_at, self.blocks.block_size, self._model_id,
+            computed.request, self._num_arrived, computed.arrived_at, self.blocks.block_size, self.model_id,
             computed.grammar, computed.hashes, computed.adapter,
         )  # fmt: skip
+        assert computed.open_ids and computed.open_ids <= prompt.sequences.keys(), "others have ended in prefill"
+        assert len(computed.block_table) == self.blocks.num_blocks_for(prompt.num_tokens), "one place for each token"
         for attempt_id in prompt.sequences.keys() - computed.open_ids:
             del prompt.sequences[attempt_id]
         self._num_arrived += 1
@@ -123,7 +125,7 @@ class DecodeScheduler:
         self, now: float, request: PrepareDecode, grammar: Grammar | None = None, adapter: Adapter | None = None
     ) -> list[Action]:
         prompt = DecodePrompt.of(
-            request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar, adapter=adapter
+            request, self._num_arrived, now, self.blocks.block_size, self.model_id, grammar, adapter=adapter
         )
         if (error := self._why_refused(prompt, request)) is not None:
             return [failure(sequence, error) for sequence in prompt.sequences.values()]
@@ -165,6 +167,7 @@ class DecodeScheduler:
         blocks, spare = transfer.blocks, prompt.spare_block_ids
         prompt.spare_block_ids = []
         prompt_blocks = blocks.cached_block_ids + blocks.written_block_ids
+        assert not transfer.is_given_up and len(prompt_blocks) == self.blocks.num_blocks_for(prompt.num_tokens)
         return self._begin(prompt, prompt_blocks, spare, first_token_ids, transfer.position_offset)
 
     def give_up(self, transfer: IncomingTransfer[DecodePrompt], error: TandemError | None) -> list[Action]:
@@ -188,6 +191,7 @@ class DecodeScheduler:
         return actions + self._reserve()
 
     def release_received(self, transfer: IncomingTransfer[DecodePrompt]) -> list[Action]:
+        assert transfer.is_given_up and not transfer.may_still_be_written, "the next request's blocks would change"
         self.blocks.end_quarantine(transfer.open_block_ids)
         return self._reserve()
 
@@ -297,6 +301,7 @@ class DecodeScheduler:
 
     def _end(self, sequence: DecodeSequence, error: TandemError | None = None) -> list[Action]:
         """Forgets the sequence at once and sends `error` to the proxy. Its blocks follow when nothing uses them."""
+        assert not sequence.ended, "it ends once, and its proxy hears of one end"
         self.sequences.remove(sequence)
         actions: list[Action] = [failure(sequence, error)] if error is not None else []
         prompt = sequence.prompt
@@ -330,6 +335,7 @@ class Reservations:
         self.num_received = 0  # sequences
 
     def wait(self, transfer: IncomingTransfer[DecodePrompt]) -> None:
+        assert transfer.is_waiting and transfer.transfer_id not in self._reserved, "blocks are reserved once"
         self._waiting.append(transfer)
 
     def forget(self, transfer: IncomingTransfer[DecodePrompt]) -> None:
@@ -389,6 +395,7 @@ class Reservations:
         if is_full or not self.has_room(len(prompt.sequences)):
             return None
         blocks.share(cached)
+        assert needed > 0, "each sequence gets a place for its first token at least"
         new = blocks.allocate(needed)
         num_written = blocks.num_blocks_for(prompt.num_tokens) - len(cached)
         self._reserved[prompt.request.transfer_id] = prompt

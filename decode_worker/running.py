@@ -66,6 +66,7 @@ class RunningBatch:
             elif partial:
                 blocks.share(partial)
                 sequence.copy_from = partial[0]
+            assert not sequence.ended and not sequence.block_table, "a sequence begins once"
             sequence.begin(full + own, first_tokens[sequence.attempt_id], blocks.block_size, position_offset)
             self.sequences.append(sequence)
             self._joined.append(sequence)
@@ -81,7 +82,8 @@ class RunningBatch:
 
     def release(self, sequence: DecodeSequence) -> bool:
         """Releases the blocks of a sequence that has left. Returns False if a step still uses them."""
-        if sequence.num_steps:
+        assert sequence.ended, "its next step would write into blocks of others"
+        if sequence.num_steps:  # a step in flight writes into its blocks, also after its request has ended
             return False
         if sequence.copy_from is not None:
             self._blocks.release([sequence.copy_from])
@@ -131,6 +133,7 @@ class RunningBatch:
                 sequence.copy_from = None
             items.append(sequence.next_item(sample_of.get(id(sequence))))
             sequence.num_steps += 1
+        assert len(items) <= self._max_num_seqs and len(self.steps) < 2, "one step runs, and one waits for it"
         if items:
             self.steps.append(step)
         return Batch(items, copies), preempted
@@ -165,6 +168,7 @@ class RunningBatch:
         step = self.steps.popleft()
         for sequence in step.sequences:
             sequence.num_steps -= 1
+            assert 0 <= sequence.num_steps <= len(self.steps), "it takes part in a step once"
             sequence.is_void = sequence.num_void_steps > 0
             sequence.num_void_steps -= sequence.is_void
         if has_run:

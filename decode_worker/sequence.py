@@ -235,6 +235,7 @@ class SequenceTable:
 
     def remove(self, sequence: DecodeSequence) -> None:
         """Forgets a sequence, which has ended."""
+        assert self.by_attempt.get(sequence.key) is sequence, "an attempt of this name is another's by now"
         sequence.ended = True
         del self.by_attempt[sequence.key], sequence.prompt.sequences[sequence.attempt_id]
 

@@ -3,7 +3,7 @@
     outgoing.py    transfers that this worker sends, and the leases on their blocks
     incoming.py    transfers that this worker receives, and when their blocks may be reused
     actions.py     what both ask of the worker's shell
-    pairs/         the connections to other workers
+    outgoing_pairs.py, incoming_pairs.py  the connections to other workers
     kv_traffic.py  the shell: executes the actions of both directions, and reports the results
 
 An engine owns the blocks. It takes part as `outgoing.SendingHolder` and `incoming.ReceivingHolder`, six methods that

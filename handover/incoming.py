@@ -67,6 +67,7 @@ class ArrivingBlocks:
         if message.checksums and len(message.checksums) != message.num_blocks:
             raise KVTransferFailed(f"{len(message.checksums)} checksums arrived for {message.num_blocks} blocks")
         self.num_announced = last
+        assert self.num_arrived <= self.num_announced <= len(self.written_block_ids)
         return self.written_block_ids[first:last]
 
     @property
@@ -134,6 +135,7 @@ class IncomingTransfer(Generic[P]):
 
     def on_received(self, is_whole: bool) -> None:
         """Handles the end of the oldest receive in flight."""
+        assert self.receives, "each receive ends once"
         group, num_blocks = self.receives.popleft()
         if not is_whole:
             self.has_gap = True
@@ -145,6 +147,7 @@ class IncomingTransfer(Generic[P]):
         """Returns the blocks that have arrived, up to `num_blocks`, which belong to the holder from now on."""
         assert self.is_given_up, "the blocks of a transfer that may complete stay together"
         blocks = self.blocks
+        assert not blocks.num_kept, "the holder takes blocks back once"
         blocks.num_kept = max(0, min(blocks.num_arrived, num_blocks))
         return blocks.written_block_ids[: blocks.num_kept]
 
@@ -261,6 +264,7 @@ class IncomingTransfers(Generic[P, A]):
     ) -> Actions[A]:
         """attempt_ids: those that have not ended."""
         assert transfer.is_waiting and transfer.request is not None and groups
+        assert not any(group.num_announced or group.num_kept for group in groups), "nothing was shipped before"
         transfer.groups = groups
         answer = KVReserved(
             transfer.transfer_id,
@@ -274,6 +278,7 @@ class IncomingTransfers(Generic[P, A]):
         """Ends a transfer that will not complete. error: for the proxy and the peer; None if nobody wants it now."""
         if transfer.is_given_up:
             return self._advance(transfer)
+        assert self._by_id.get(transfer.transfer_id) is transfer, "a transfer that is over cannot fail"
         transfer.is_given_up = True
         actions: Actions[A] = []
         if transfer.prompt is not None:
@@ -295,6 +300,7 @@ class IncomingTransfers(Generic[P, A]):
             if len(self._by_id) >= MAX_HELD_SEQUENCES:
                 return [_refusal(message.pair_id, transfer_id, Overloaded("this worker has too many transfers"))]
             transfer = self._by_id[transfer_id] = IncomingTransfer(transfer_id)
+        assert not transfer.is_allocated, "blocks are allocated for a pair"
         transfer.pair_id, transfer.announced_at, transfer.adapter = message.pair_id, now, message.adapter
         if transfer.request is None:
             return []
@@ -367,6 +373,7 @@ class IncomingTransfers(Generic[P, A]):
     def _advance(self, transfer: IncomingTransfer[P]) -> Actions[A]:
         """Starts the sequences if their KV is complete, or ends a transfer that was given up if it is over."""
         if transfer.is_given_up:
+            # No time-out ends this wait: a frozen peer may wake up and write into blocks that others have by then.
             if transfer.may_still_be_written:
                 return []
             self._close(transfer)
@@ -375,12 +382,15 @@ class IncomingTransfers(Generic[P, A]):
             return []
         if (error := transfer.why_unusable()) is not None:
             return self.fail(transfer, error)
+        # The counterpart of `OutgoingTransfers._ship`: what was reserved was shipped, and all of it is here.
+        assert all(group.num_arrived == len(group.written_block_ids) for group in transfer.groups)
         self._close(transfer)
         return self._holder.resume(transfer)
 
     def _close(self, transfer: IncomingTransfer[P]) -> None:
         """Forgets the transfer, and refuses messages about it that arrive late."""
         assert not transfer.receives, "a receive in flight still writes"
+        assert transfer.is_complete or not transfer.may_still_be_written, "its blocks may be reused from now on"
         del self._by_id[transfer.transfer_id]
         self._closed[transfer.transfer_id] = None
         if len(self._closed) > _NUM_REMEMBERED_TRANSFERS:

@@ -136,6 +136,7 @@ class IncomingPairTable:
         if any(pair.number > message.number for pair in others):
             return []
         superseded = [action for pair in others for action in self._forget(pair, "its peer has opened a new one")]
+        assert message.pair_id not in self._by_id, "its superseded pairs have other ids"
         pids = message.prefill_pids if message.host_id == self.host_id else []
         self._by_id[message.pair_id] = IncomingPair(
             message.pair_id,
@@ -196,6 +197,7 @@ class IncomingPairTable:
         return self.fail(pair_id, reason)
 
     def on_accepted(self, pair_id: str, peer_writes: bool) -> None:
+        assert not self._by_id[pair_id].is_broken and not self._by_id[pair_id].peer_writes, "a pair is accepted once"
         self._by_id[pair_id].peer_writes = peer_writes
 
     def due_for_renewal(self, now: float) -> list[str]:
@@ -262,10 +264,12 @@ class IncomingPairTable:
         close = SendToSender(ClosePair(pair_id, reason))
         if not pair.peer_writes:
             return [close, *self._forget(pair, reason)]
+        # Not forgotten: its transfers keep their blocks until the peer says, or its exit shows, that it has stopped.
         pair.is_broken = True
         return [close, IncomingPairLost(pair_id, reason, False)]
 
     def _forget(self, pair: IncomingPair, reason: str) -> list[IncomingPairAction]:
+        assert self._by_id.get(pair.pair_id) is pair, "a pair goes once"
         del self._by_id[pair.pair_id]
         self._remember(pair.pair_id)
         return [StopReceiver(pair.pair_id), IncomingPairLost(pair.pair_id, reason, True)]

@@ -13,7 +13,7 @@ from tandem.runtime.processes.lifetime import WatchExit
 
 
 class KVPools(Protocol):
-    """The KV pools of all ranks of a worker. `kv_transfer.ranks.worker_pools` has those of Tandem's own engine."""
+    """The KV pools of all ranks of a worker. Implemented by `kv_transfer.ranks.fan_out.WorkerPools`."""
 
     @property
     def layout(self) -> KVLayout: ...

@@ -6,8 +6,9 @@ Everything here runs on the worker's loop. Data paths have threads of their own 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
@@ -60,7 +61,6 @@ from tandem.protocol.messages.transfer import (
 )
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost, first_line
-from tandem.runtime.processes.lifetime import WatchExit
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 
@@ -142,8 +142,7 @@ class KVTraffic(Generic[A]):
         self._incoming = IncomingPairs(
             epoch=info.epoch,
             table=self._incoming_table,
-            pools=host.pools,
-            watch_exit=host.watch_exit,
+            host=host,
             send=shell.send,
             on_pair_lost=lambda pair_id, reason, peer_stopped: self._perform(
                 incoming.on_pair_lost(pair_id, reason, peer_stopped)
@@ -209,6 +208,15 @@ class KVTraffic(Generic[A]):
 
     def on_message(self, message: ToDecodePeer, vocab_size: int) -> None:
         """Handles a message about KV that comes here. Raises InvalidMessage."""
+        if isinstance(message, FinishTransfer | CloseTransfer):
+            transfer = self._receiving.get(message.transfer_id)
+            pair_id = transfer.pair_id if transfer is not None else ""
+        else:
+            pair_id = message.pair_id
+        with _contained(self._incoming, pair_id):
+            self._on_message(message, vocab_size)
+
+    def _on_message(self, message: ToDecodePeer, vocab_size: int) -> None:
         match message:
             case OpenPair():
                 check_open_pair(message)
@@ -281,6 +289,8 @@ class KVTraffic(Generic[A]):
         )
         pair = self._outgoing_table.get(action.pair_id)
         assert pair is not None  # it has a sender
+        # On a one-sided path decode uses blocks as soon as they are announced, so the message follows the blocks. On
+        # the others decode must begin to receive first. One order for both would read too early, or wait for ever.
         one_sided = self._host.connectors[pair.connector].one_sided
         if not one_sided:
             self._outgoing.send(action.pair_id, announcement)
@@ -304,7 +314,8 @@ class KVTraffic(Generic[A]):
                 self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
                 self._outgoing.send(action.pair_id, announcement)
-        self._perform(self._sending.on_shipped(action.transfer_id, error))
+        with _contained(self._outgoing, action.pair_id):
+            self._perform(self._sending.on_shipped(action.transfer_id, error))
         if error is not None:
             self._outgoing.fail(action.pair_id, error.message)
 
@@ -327,7 +338,7 @@ class KVTraffic(Generic[A]):
 
     def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
         if isinstance(arrived, KVTransferFailed):
-            self._perform(self._receiving.on_corrupt(action.transfer_id, arrived))  # cannot be verified
+            self._on_corrupt(action, arrived)  # cannot be verified
             return
         corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
         self.num_compared_blocks += len(action.block_ids)
@@ -340,12 +351,32 @@ class KVTraffic(Generic[A]):
             f"what was sent, the first in block {corrupt[0]}"
         )
         log.error("transfer %s: %s", action.transfer_id, error)
-        self._perform(self._receiving.on_corrupt(action.transfer_id, error))
+        self._on_corrupt(action, error)
+
+    def _on_corrupt(self, action: Receive, error: KVTransferFailed) -> None:
+        with _contained(self._incoming, action.pair_id):
+            self._perform(self._receiving.on_corrupt(action.transfer_id, error))
 
     def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
-        self._perform(self._receiving.on_received(action.transfer_id, error))
+        # The transfer first, with the error of its own path; the end of the pair gives all others a general reason.
+        with _contained(self._incoming, action.pair_id):
+            self._perform(self._receiving.on_received(action.transfer_id, error))
         if error is not None:
             self._incoming.fail(action.pair_id, error.message)
+
+
+@contextlib.contextmanager
+def _contained(pairs: OutgoingPairs | IncomingPairs, pair_id: str) -> Iterator[None]:
+    """Closes a pair if an assertion about one of its transfers fails, as nobody knows then what is in flight on it.
+
+    That ends its transfers; the worker and its other pairs go on. The error is raised nevertheless: the socket or the
+    loop logs it with its trace, and in the simulator it is a violation.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        pairs.fail(pair_id, f"a transfer is in a state that cannot be: {first_line(error)}")
+        raise
 
 
 class OutgoingPairs:
@@ -405,7 +436,9 @@ class OutgoingPairs:
         match message:
             case KVReserved() | KVRefused() | RenewLeases():
                 sender = self._senders.get(pair_id)
-                self._on_message(message)
+                with _contained(self, pair_id):
+                    self._on_message(message)
+                # Behind the blocks that the machine ships at once, which would wait until all others are prepared.
                 if isinstance(message, KVReserved) and sender is not None:
                     for group in message.groups:
                         sender.prepare(group.block_ids)
@@ -492,20 +525,18 @@ class IncomingPairs:
         self,
         epoch: str,
         table: IncomingPairTable,
-        pools: KVPools,
-        watch_exit: WatchExit,
+        host: KVHost,
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
         self._table = table
-        self._pools = pools
+        self._host = host
         self._send = send
         self._on_pair_lost = on_pair_lost
         self._on_prefill_lost = on_prefill_lost
         self._receivers: dict[str, KVReceiver] = {}
-        self._watch_exit = watch_exit
         self._watches: dict[str, list[Callable[[], None]]] = {}  # each ends a watch
         self._loop = asyncio.get_running_loop()
 
@@ -568,7 +599,7 @@ class IncomingPairs:
         self._watches[pair_id] = []
         on_addresses = partial(post, self._loop, self._answer, action)
         try:
-            self._receivers[pair_id] = self._pools.open_receiver(
+            self._receivers[pair_id] = self._host.pools.open_receiver(
                 action.connector, pair_id, action.num_senders, on_addresses
             )
         except Exception as error:  # KVPathRefused; with any other, too, the peer waits for an answer
@@ -601,7 +632,7 @@ class IncomingPairs:
             if pair_id not in self._watches:
                 return  # the exit of one rank has closed the pair
             try:
-                end = self._watch_exit(pid, partial(self._on_exit, pair_id, pid))
+                end = self._host.watch_exit(pid, partial(self._on_exit, pair_id, pid))
             except ProcessLookupError:
                 self._perform(self._table.on_exit(pair_id, pid))
             except OSError as error:  # it may still live and write

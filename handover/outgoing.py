@@ -49,7 +49,7 @@ class LeavingBlocks:
         first, ready, num_cached = self.num_shipped, len(self.src_block_ids), self.num_decode_cached
         self.num_shipped = ready
         src, dst = self.src_block_ids[first:ready], self.dst_block_ids[first - num_cached : ready - num_cached]
-        assert len(src) == len(dst)
+        assert len(src) == len(dst), "decode has reserved a place for each block that it has not cached"
         return Ship(pair_id, transfer_id, first, src, dst, group)
 
     @property
@@ -114,6 +114,7 @@ class OutgoingTransfer(Generic[P]):
                 reserved = f"{num_cached} + {num_given} blocks for a prompt of {group.num_blocks}"
                 return KVTransferFailed(f"decode reserved {reserved}")
         for given, group in zip(message.groups, self.groups, strict=True):
+            assert group.dst_block_ids is None and not group.num_shipped, "blocks are reserved once, before any leaves"
             group.dst_block_ids = given.block_ids
             group.num_decode_cached = group.num_shipped = given.num_cached_blocks
         return None
@@ -188,7 +189,8 @@ class OutgoingTransfers(Generic[P, A]):
 
     def add(self, request: StartPrefill, pair_id: str, prompt: P, num_blocks: list[int]) -> OutgoingTransfer[P]:
         """num_blocks: of the whole prompt, for each group."""
-        assert request.transfer_id not in self._by_id
+        assert request.transfer_id not in self._by_id, "the holder refuses a transfer that exists"
+        assert num_blocks and min(num_blocks) > 0, "a prompt has at least one token"
         transfer = OutgoingTransfer(request, pair_id, prompt, [LeavingBlocks(number) for number in num_blocks])
         self._by_id[request.transfer_id] = transfer
         return transfer
@@ -197,6 +199,7 @@ class OutgoingTransfers(Generic[P, A]):
         """Asks decode for blocks when the prompt's first chunk is scheduled, also if it is computed a second time."""
         if transfer.reserve_sent or transfer.ended:
             return []
+        assert not transfer.is_reserved and not transfer.num_ships_in_flight, "decode answers what it was asked"
         transfer.reserve_sent = True
         request = transfer.request
         self._leases.begin(now, transfer.pair_id, transfer.transfer_id)
@@ -213,6 +216,7 @@ class OutgoingTransfers(Generic[P, A]):
             assert len(group.src_block_ids) <= len(block_ids) <= group.num_blocks, "complete blocks stay complete"
             group.src_block_ids = block_ids
         if transfer.computed_at is None and all(group.is_complete for group in transfer.groups):
+            assert transfer.reserve_sent, "the first chunk came before the last"
             transfer.computed_at, transfer.position_offset = now, position_offset
         return self._ship(transfer)
 
@@ -220,7 +224,8 @@ class OutgoingTransfers(Generic[P, A]):
         self, transfer: OutgoingTransfer[P], attempt_id: str, token_id: int, goes_on: bool
     ) -> Actions[A]:
         """goes_on: whether decode continues the sequence."""
-        assert attempt_id not in transfer.first_token_ids
+        assert attempt_id in transfer.request.attempt_ids and attempt_id not in transfer.first_token_ids
+        assert not transfer.finish_sent, "FinishTransfer has the first tokens of all attempts"
         transfer.first_token_ids[attempt_id] = token_id
         if goes_on:
             transfer.going_on.add(attempt_id)
@@ -262,7 +267,7 @@ class OutgoingTransfers(Generic[P, A]):
         """Handles the end of one `Ship`. On success the shell has announced it."""
         transfer = self._by_id[transfer_id]
         transfer.num_ships_in_flight -= 1
-        assert transfer.num_ships_in_flight >= 0
+        assert transfer.num_ships_in_flight >= 0, "each shipment ends once"
         return self.end(transfer, error) if error is not None else self._settle(transfer)
 
     def on_pair_lost(self, pair_id: str, reason: str) -> Actions[A]:
@@ -290,12 +295,16 @@ class OutgoingTransfers(Generic[P, A]):
         """Ships complete blocks. The message that ends the transfer follows the last of them."""
         if transfer.ended or not transfer.is_reserved:
             return []
+        assert self._by_id.get(transfer.transfer_id) is transfer, "a transfer that is over has no blocks to ship"
         actions: Actions[A] = []
         for number, group in enumerate(transfer.groups):
             if (ship := group.next_ship(transfer.pair_id, transfer.transfer_id, number)) is not None:
                 transfer.num_ships_in_flight += 1
                 actions.append(ship)
         if transfer.computed_at is not None and transfer.has_first_tokens and not transfer.finish_sent:
+            # Decode waits for all blocks that it has reserved, so none may be left behind this message.
+            assert all(group.num_shipped == group.num_blocks for group in transfer.groups)
+            assert transfer.going_on, "a transfer whose sequences have all ended is ended, not finished"
             transfer.finish_sent = True
             tokens = [transfer.first_token_ids[attempt_id] for attempt_id in transfer.request.attempt_ids]
             finish = FinishTransfer(transfer.transfer_id, transfer.num_prompt_tokens, tokens, transfer.position_offset)
@@ -309,6 +318,7 @@ class OutgoingTransfers(Generic[P, A]):
             return []
         del self._by_id[transfer.transfer_id]
         self._leases.end(transfer.transfer_id)
+        # Only here, also for a transfer that has failed: the path reads a block until its shipment is reported.
         actions = self._holder.release_sent(transfer)
         if transfer.ended and transfer.reserve_sent:
             actions.append(SendToPeer(transfer.pair_id, CloseTransfer(transfer.transfer_id)))
@@ -336,6 +346,7 @@ class Leases:
         self._seen_at: float | None = None
 
     def begin(self, now: float, pair_id: str, transfer_id: str) -> None:
+        assert transfer_id not in self._leases, "a transfer asks for blocks once"
         self._leases[transfer_id] = _TransferLease(pair_id, now + self.term_s)
 
     def renew(self, now: float, pair_id: str, transfer_ids: list[str]) -> None:

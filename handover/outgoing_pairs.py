@@ -209,6 +209,7 @@ class OutgoingPairTable:
         pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
         closed_pair_ids = self._closed.get(peer.epoch, [])
+        assert connectors and peer.epoch not in self._by_epoch, "a decode worker has one pair at a time"
         pair = OutgoingPair(pair_id, peer, now, connectors, refusals=refusals, closed_pair_ids=closed_pair_ids)
         self._by_epoch[peer.epoch] = self._by_id[pair_id] = pair
         message = OpenPair(
@@ -280,6 +281,7 @@ class OutgoingPairTable:
             return self.on_sender_impossible(now, pair_id, error.message)
         if error is not None:
             return self.fail(now, pair_id, error.message)
+        assert pair.connector, "PairAccepted has chosen it before a sender was opened"
         pair.state, pair.reason = "ready", pair.refusals
         return []
 
@@ -305,6 +307,7 @@ class OutgoingPairTable:
     def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
+        assert pair.state == "failed" and not pair.closed, "a sender is stopped once, when its pair has failed"
         pair.closed = True
         epoch = pair.peer.epoch
         self._closed[epoch] = [*self._closed.get(epoch, [])[1 - MAX_CLOSED_PAIRS :], pair_id]
@@ -318,6 +321,7 @@ class OutgoingPairTable:
         """Returns the message for a shipment, with the pair's next number. Call it in the order of the sender's
         queue."""
         pair = self._by_id[pair_id]
+        assert pair.state == "ready", "prompts are given ready pairs, and a failed pair has no sender"
         pair.num_announced += 1
         return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums, group)
 
@@ -341,6 +345,7 @@ class OutgoingPairTable:
         return [OutgoingPairLost(pair_id, reason), StopSender(pair_id)]
 
     def _drop(self, now: float, pair: OutgoingPair, reason: str) -> list[OutgoingPairAction]:
+        assert self._by_epoch.get(pair.peer.epoch) is pair and not pair.dropped
         del self._by_epoch[pair.peer.epoch]
         actions = self.fail(now, pair.pair_id, reason)
         pair.dropped = True
@@ -349,6 +354,7 @@ class OutgoingPairTable:
     def _forget_if_closed(self, pair: OutgoingPair) -> list[OutgoingPairAction]:
         if not pair.dropped or not (pair.closed or pair.state == "refused"):
             return []
+        # Not before: until ClosePair is sent, decode keeps the blocks that this worker may still write in quarantine.
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 

@@ -244,6 +244,7 @@ class MediaStore:
     # ---- entries
 
     def _add(self, key: MediaKey, num_bytes: int, writer: str) -> Entry:
+        assert key not in self._by_key, "later leases wait for the first one to write it"
         entry = Entry(next(self._numbers), key, num_bytes, writer, {writer: None})
         self._entries[entry.number] = self._by_key[key] = entry
         self.used_bytes += num_bytes
@@ -251,6 +252,7 @@ class MediaStore:
         return entry
 
     def _hold(self, lease_id: str, entry: Entry) -> None:
+        assert lease_id not in entry.holders, "a lease holds an entry once, however often it wants it"
         entry.holders[lease_id] = None
         self._clients.add(self._leases[lease_id].client, entry.number, entry.num_bytes)
         if self._unused.pop(entry.number, None) is not None:
@@ -291,6 +293,7 @@ class MediaStore:
         return actions + self._on_wait_over(first)
 
     def _remove(self, entry: Entry) -> Drop:
+        assert not (entry.is_ready and entry.holders), "a lease may be reading it"
         del self._entries[entry.number]
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
@@ -325,6 +328,8 @@ class MediaStore:
             self.used_bytes + num_bytes > self.capacity_bytes or self.num_items + num_items > self.max_items
         ):
             actions.append(self._remove(next(iter(self._unused.values()))))
+        # `_check_space` comes first, so that a call that is refused has evicted nothing.
+        assert self.used_bytes + num_bytes <= self.capacity_bytes and self.num_items + num_items <= self.max_items
         return actions
 
     # ---- leases
@@ -335,6 +340,7 @@ class MediaStore:
     def _on_wait_over(self, lease_id: str) -> list[Action]:
         lease = self._leases[lease_id]
         lease.num_waits -= 1
+        assert lease.num_waits >= 0, "an item that a lease waits for becomes ready once, or the lease writes it"
         return [] if lease.num_waits else [self._grant(lease_id, lease)]
 
 

@@ -16,8 +16,6 @@ from collections.abc import Collection
 
 from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.engine.kv_cache.prefix_tiers import PrefixTiers
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import PromptMedia
@@ -41,25 +39,15 @@ from tandem.runtime.errors import (
 class PrefillScheduler:
     """Owns the prompts that the worker computes.
 
-    model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
-    that compute concurrently. lease_s: see `handover.outgoing.Leases`. decode, tiers: of the same worker, over the same
-    blocks.
+    decode: the other role of the worker, whose blocks and tiers this one shares. max_num_batched_tokens: prompt tokens
+    per step. max_num_seqs: prompts that compute concurrently. lease_s: see `handover.outgoing.Leases`.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        model_id: str,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        lease_s: float,
-        decode: DecodeScheduler,
-        tiers: PrefixTiers,
-    ) -> None:
-        self.blocks = blocks
+    def __init__(self, decode: DecodeScheduler, max_num_batched_tokens: int, max_num_seqs: int, lease_s: float) -> None:
+        self.blocks = decode.blocks
         self._decode = decode
-        self._tiers = tiers
-        self._model_id = model_id
+        self._tiers = decode.tiers
+        self._model_id = decode.model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self.transfers: OutgoingTransfers[PrefillPrompt, Action] = OutgoingTransfers(lease_s, self)
@@ -217,6 +205,8 @@ class PrefillScheduler:
         prompt.num_cached_tokens = prompt.num_computed_tokens = len(cached) * self.blocks.block_size
         self.num_prompt_tokens += prompt.num_prompt_tokens
         self.num_cached_tokens += prompt.num_cached_tokens
+        assert len(prompt.block_table) == self.blocks.num_blocks_for(prompt.num_prompt_tokens)
+        assert prompt.num_computed_tokens < prompt.num_prompt_tokens, "a step computes the last token"
         prompt.started_at = now
         self.prompts.begin(prompt)
         if prompt.transfer is not None:
@@ -231,11 +221,12 @@ class PrefillScheduler:
             if output.error is None:
                 # Without a first token, the last one of the prompt is computed again.
                 prompt.num_computed_tokens += num_tokens - output.is_late
-            if prompt.is_computed or prompt.ended:
-                self.prompts.computing.pop(prompt.number, None)
+                assert prompt.num_computed_tokens <= prompt.num_prompt_tokens, "chunks end with the prompt"
             if prompt.ended:
-                actions += self._settle(prompt)
+                actions += self._leave_step(prompt)
                 continue
+            if prompt.is_computed:
+                del self.prompts.computing[prompt.number]
             if output.error is not None:
                 actions += self._end(prompt, output.error.to_error())
                 continue
@@ -252,23 +243,21 @@ class PrefillScheduler:
                 complete = prompt.complete_blocks(self.blocks.block_size)
                 actions += self.transfers.on_computed(now, prompt.transfer, [complete], prompt.position_offset)
         for prompt in step.encoding:
-            actions += self._end_for_its_media(prompt)
+            actions += self._leave_step(prompt) if prompt.ended else self._end_for_its_media(prompt)
         return actions
 
     def on_out_of_memory(self) -> list[Action]:
         """Ends a step that did not fit into the device's memory, has failed, or was not run: its prompts compute the
         same tokens again."""
-        step = self._end_step()
-        actions: list[Action] = []
-        for prompt in {prompt.number: prompt for prompt in step.prompts}.values():
-            if prompt.ended:
-                self.prompts.computing.pop(prompt.number, None)
-                actions += self._settle(prompt)
-        return actions
+        return [action for prompt in self._end_step().prompts if prompt.ended for action in self._leave_step(prompt)]
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         failure = InternalError(f"the model failed on this prompt: {error}")
-        return [action for prompt in self._end_step().prompts for action in self._end(prompt, failure)]
+        actions: list[Action] = []
+        for prompt in self._end_step().prompts:
+            # One that was aborted meanwhile must leave, too: it would fail in each step from now on.
+            actions += self._leave_step(prompt) if prompt.ended else self._end(prompt, failure)
+        return actions
 
     def _end_step(self) -> PrefillStep:
         step, self._step = self._step, PrefillStep()
@@ -279,6 +268,7 @@ class PrefillScheduler:
     def _publish(self, prompt: PrefillPrompt) -> None:
         """Puts computed full blocks into the prefix cache."""
         num_full = prompt.num_computed_tokens // self.blocks.block_size
+        assert prompt.num_published_blocks <= num_full <= len(prompt.block_table), "published blocks stay computed"
         for i in range(prompt.num_published_blocks, num_full):
             self.blocks.publish(prompt.block_table[i], prompt.hashes[i])
         prompt.num_published_blocks = num_full
@@ -305,6 +295,7 @@ class PrefillScheduler:
 
     def _decode_here(self, prompt: PrefillPrompt) -> list[Action]:
         """Passes the prompt's open sequences and its blocks to the decode role."""
+        assert prompt.is_computed and prompt.transfer is None, "its blocks leave by one way only"
         computed = prompt.computed()
         for attempt_id in prompt.open_ids:
             del self.prompts.by_attempt[prompt.request.proxy_id, attempt_id]
@@ -318,6 +309,7 @@ class PrefillScheduler:
 
     def release_sent(self, transfer: OutgoingTransfer[PrefillPrompt]) -> list[Action]:
         prompt = transfer.prompt
+        assert prompt.transfer is transfer and not transfer.num_ships_in_flight, "a shipment reads the blocks"
         prompt.transfer = None
         if transfer.ended:
             return self._settle(prompt)
@@ -328,10 +320,7 @@ class PrefillScheduler:
     # ---- ends
 
     def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
-        """Settles a prompt that has ended, and ends one whose media have an error."""
-        if prompt.ended:
-            self.prompts.computing.pop(prompt.number, None)
-            return self._settle(prompt)
+        """Ends a prompt whose media have an error."""
         error = prompt.media.error if prompt.media is not None else None
         return self._end(prompt, error.to_error()) if error is not None else []
 
@@ -348,12 +337,20 @@ class PrefillScheduler:
         ended = self.transfers.end(prompt.transfer) if prompt.transfer is not None else []
         return failures + ended + self._settle(prompt)
 
+    def _leave_step(self, prompt: PrefillPrompt) -> list[Action]:
+        """Takes leave of a prompt that has ended in a step, which is over now."""
+        assert prompt.ended and not prompt.in_step
+        self.prompts.computing.pop(prompt.number, None)  # a prompt whose media were encoded may be in a step twice
+        return self._settle(prompt)
+
     def _settle(self, prompt: PrefillPrompt) -> list[Action]:
         """Releases the blocks and media of a prompt once it has ended and neither a step nor a transfer uses them."""
         if not prompt.ended or prompt.in_step or prompt.transfer is not None:
             return []
         if self.prompts.by_transfer.get(prompt.request.transfer_id) is not prompt:
             return []  # settled before
+        # Blocks are released here only: whatever ends a prompt during a step, the step still writes into them.
+        assert prompt.number not in self.prompts.waiting and prompt.number not in self.prompts.computing
         self.prompts.forget(prompt)
         if prompt.media is not None:
             prompt.media.release()

@@ -286,12 +286,14 @@ class PromptTable:
 
     def add(self, prompt: PrefillPrompt) -> None:
         request = prompt.request
+        assert not self.holds(request), "the scheduler refuses a prompt that is known"
         self.by_attempt.update({(request.proxy_id, attempt_id): prompt for attempt_id in request.attempt_ids})
         self.by_transfer[request.transfer_id] = prompt
         self.waiting[prompt.number] = prompt
 
     def begin(self, prompt: PrefillPrompt) -> None:
         """Moves a waiting prompt to those that compute."""
+        assert not prompt.ended, "one that has ended waits for nothing"
         del self.waiting[prompt.number]
         self.computing[prompt.number] = prompt
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import FanOutPools, FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, WorkerPools
 from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
@@ -143,8 +143,10 @@ class SimulatedRank:
         self.loop.call_at(self.checksums_at, on_done, found)  # results arrive in the order of the calls
 
 
-class SimulatedPools(FanOutPools):
-    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. pools: of all heads, in order."""
+class SimulatedPools(WorkerPools):
+    """The pools of a worker, with simulated ranks. pools: of all heads, in order."""
+
+    tiers: Any
 
     def __init__(
         self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, pools: list[Pool], wires: Wires, tiers: Any
@@ -155,8 +157,7 @@ class SimulatedPools(FanOutPools):
             for rank, (pid, loop) in enumerate(zip(pids, loops, strict=True))
         ]
         wires.pools.update({each.pid: each.heads for each in self.ranks})
-        self.tiers = tiers
-        super().__init__(layout, cast(Any, self.ranks))
+        super().__init__(layout, cast(Any, self.ranks), tiers)
 
 
 class _OneSidedSender:

@@ -14,8 +14,8 @@ from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
 from tandem.simulator.answers import Wishes, answer_of, draw_wishes
-from tandem.simulator.coincidences import coincidences, sick_steps, with_stop_strings
 from tandem.simulator.engine import SimulatedStepTimes
+from tandem.simulator.scenario import coincidences, sick_steps, with_stop_strings
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
 """What operators do."""

@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
-from tandem.kv_transfer.ranks.fan_out import FanOutPools
+from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError
@@ -127,7 +127,7 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
 class VllmHost:
     """Implements `handover.kv_host.KVHost`."""
 
-    pools: FanOutPools
+    pools: WorkerPools
     pids: list[int]
     block_bytes: int
     connectors: Mapping[str, KVConnector]

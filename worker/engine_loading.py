@@ -19,6 +19,8 @@ from tandem.kv_transfer.connectors.nccl_group import disable_nccl_watchdog
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter
@@ -58,8 +60,10 @@ async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[],
     keys = config.network.keys_of("worker")
     network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
     own_pool = RankPool(0, loaded.layout, pool.as_blocks(), network)
-    pools = WorkerPools(own_pool, ranks.transfer_connections, keys, config.tiers)
-    await loop.run_in_executor(None, pools.wait_until_ready)
+    followers = [RemoteRank(connection) for connection in ranks.transfer_connections]
+    for follower in followers:
+        await loop.run_in_executor(None, follower.wait_until_ready, keys)
+    tiers = WorkerTiers.of(own_pool, followers, config.tiers)
     freeze_loaded_objects()
     return EngineHost(
         ranks,
@@ -67,7 +71,7 @@ async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[],
         BlockManager(pool.num_blocks, loaded.layout.block_size),
         pool.block_bytes * config.engine.tensor_parallel_size,
         engine,
-        pools,
+        WorkerPools(loaded.layout, [own_pool, *followers], tiers),
         offered_connectors(config.kv_connector, loaded.device.type, keys is not None),
         grammars,
         adapters,

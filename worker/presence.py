@@ -9,12 +9,14 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from tandem.handover.actions import A
+from tandem.handover.actions import A, Actions
+from tandem.handover.incoming import IncomingTransfers
 from tandem.handover.kv_traffic import KVTraffic
+from tandem.handover.outgoing import OutgoingTransfers
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     PROXY_SILENCE_S,
@@ -123,7 +125,7 @@ class RoleFile:
 
 
 class WorkerRequests(Protocol[A]):
-    """The requests and the prefix cache of a worker."""
+    """The scheduler of an engine: the requests and the prefix cache of a worker."""
 
     @property
     def num_running(self) -> int: ...
@@ -135,8 +137,18 @@ class WorkerRequests(Protocol[A]):
     def is_idle(self) -> bool:
         """Whether a drain is over: no request runs or waits, and no peer needs blocks of this worker."""
 
-    def on_proxy_lost(self, proxy_id: str) -> list[A]:
+    @property
+    def outgoing(self) -> OutgoingTransfers[Any, A]: ...
+
+    @property
+    def incoming(self) -> IncomingTransfers[Any, A]: ...
+
+    def on_abort(self, proxy_id: str, attempt_id: str) -> Actions[A]: ...
+
+    def on_proxy_lost(self, proxy_id: str) -> Actions[A]:
         """Aborts the requests of a proxy."""
+
+    def on_tick(self, now: float) -> Actions[A]: ...
 
     def take_prefixes(self) -> tuple[PrefixUpdate | None, PrefixUpdate | None]:
         """Returns the changes of the pool's prefixes since the last call, and of those in tiers below the pool."""
@@ -145,58 +157,60 @@ class WorkerRequests(Protocol[A]):
         """Lets the next updates have all prefixes."""
 
 
-class Presence(Generic[A]):
+class PresentWorker(Protocol):
+    """What the presence asks of the worker's shell."""
+
+    def on_tick(self, now: float) -> None:
+        """Lets time pass. Raises what must end the worker."""
+
+    def on_proxy_lost(self, proxy_id: str) -> None:
+        """Aborts the requests of a proxy."""
+
+    def report(self, num_role_changes: int) -> WorkerLoad:
+        """Returns the next load report."""
+
+    def clear_cache(self) -> None:
+        """Forgets all cached prefixes; no request has asked for it."""
+
+
+class Presence:
     """Keeps a worker registered while `serve` runs.
 
-    register: the worker's registration, with its role at the start. perform: executes the actions of `requests`.
-    report: returns the load report for a number of role changes. clear_cache: forgets all prefixes without a request.
-    new_role_file: opens the file of the configuration, if it names one.
+    register: the worker's registration, with its role at the start. new_role_file: opens the file of the configuration,
+    if it names one.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
         register: RegisterWorker,
-        requests: WorkerRequests[A],
-        traffic: KVTraffic[A],
-        perform: Callable[[list[A]], None],
-        report: Callable[[int], WorkerLoad],
-        clear_cache: Callable[[], None],
+        requests: WorkerRequests[Any],
+        traffic: KVTraffic[Any],
+        worker: PresentWorker,
         new_role_file: Callable[[Path], RoleFile] = RoleFile,
     ) -> None:
         self.info = register.worker
         """With the current role."""
+        self.register = register
         self._config = config
-        self._register = register
         self._requests = requests
         self._traffic = traffic
-        self._perform = perform
-        self._report = report
-        self._forget_prefixes = clear_cache
+        self._worker = worker
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._registration: ProxyLinks | None = None  # set while serving
         self._num_role_changes = 0
         self._role_file = new_role_file(Path(config.role_file)) if config.role_file else None
 
-    async def serve(self, network: Network, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
+    async def serve(self, network: Network, stopping: asyncio.Event) -> None:
         """Serves until `stopping` is set or a drain is over.
 
-        Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good, and what `on_tick`
-        raises.
+        Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good, and what the worker's
+        `on_tick` raises.
         """
+        config = self._config
         registration = self._registration = ProxyLinks(
-            network,
-            self._config.proxy_endpoints,
-            self._register,
-            self._status,
-            self._traffic.on_view,
-            lambda proxy_id: self._perform(self._requests.on_proxy_lost(proxy_id)),
-            self._restart_reports,
-            lambda: self.drain(for_good=True),
-            self._change_role,
-            self._clear_cache,
-            self._config.proxies_file,
+            network, self.register, self, config.proxy_endpoints, config.proxies_file
         )
         # Only an end that was asked for is one. Proxies would retry what ends by an error for as long as workers last.
         left = WorkerLeft(self.info.worker_id, self.info.epoch, "failure")
@@ -208,7 +222,7 @@ class Presence(Generic[A]):
                     num_left = self._requests.num_running + self._requests.num_waiting
                     log.info("drained; %d requests in flight migrate to other workers", num_left)
                     break
-                on_tick(now)
+                self._worker.on_tick(now)
                 try:
                     await asyncio.wait_for(stopping.wait(), TICK_S)
                 except TimeoutError:
@@ -234,19 +248,34 @@ class Presence(Generic[A]):
             return False
         log.info("draining: %d requests running, %d waiting", self._requests.num_running, self._requests.num_waiting)
         self._drain.begin(self._loop.time(), for_good)
-        self._registration.send_to_all(self._status())
+        self._registration.send_to_all(self.status())
         return True
 
-    def _restart_reports(self) -> None:
-        """Lets the next status have all cached prefixes and all pairs."""
+    # ---- what the proxies ask and tell, through `ProxyLinks`
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        """Takes all workers that any proxy knows, when that changes."""
+        self._traffic.on_view(workers)
+
+    def on_proxy_lost(self, proxy_id: str) -> None:
+        """Aborts the requests of a proxy."""
+        self._worker.on_proxy_lost(proxy_id)
+
+    def leave(self) -> None:
+        """Drains the worker for good."""
+        self.drain(for_good=True)
+
+    def restart_reports(self) -> None:
+        """Lets the next status have all prefixes and all pairs: a proxy has missed some."""
         self._requests.restart_prefixes()
         self._traffic.restart_reports()
 
-    def _clear_cache(self) -> None:
+    def clear_cache(self) -> None:
+        """Forgets all cached prefixes: an operator clears the cache."""
         log.info("forgetting all cached prefixes")
-        self._forget_prefixes()
+        self._worker.clear_cache()
 
-    def _change_role(self, role: Role) -> None:
+    def change_role(self, role: Role) -> None:
         """Takes another role. It survives a restart, because the next process reads it from the file."""
         if role == self.info.role or self._registration is None:
             return
@@ -256,10 +285,11 @@ class Presence(Generic[A]):
         self._num_role_changes += 1
         self.info = msgspec.structs.replace(self.info, role=role)
         self._traffic.on_role(self.info)
-        self._registration.send_to_all(self._status())
+        self._registration.send_to_all(self.status())
 
-    def _status(self) -> WorkerStatus:
-        load, pairs = self._report(self._num_role_changes), self._traffic.take_pair_changes()
+    def status(self) -> WorkerStatus:
+        """Returns the next report, which has what has changed since the last call, besides load and role."""
+        load, pairs = self._worker.report(self._num_role_changes), self._traffic.take_pair_changes()
         prefixes, tier_prefixes = self._requests.take_prefixes()
         info = self.info
         return WorkerStatus(
@@ -295,40 +325,23 @@ class ProxyLinks:
     registers with it again, and keeps its requests until the proxy ends them (AbortAllAttempts). An epoch is one
     process.
 
-    Runs on the loop on which it is created, until `close`.
-
-    status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
-    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart: called when a proxy has
-    missed prefixes or pairs, so that the next status must have all of them. on_leave: called when the worker is told to
-    leave for good. on_role: called with the role that the worker is told to take. on_clear_cache: called when an
-    operator clears the cache. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never change.
+    Runs on the loop on which it is created, until `close`. proxies_file: see `protocol.proxy_endpoints`; empty if
+    endpoints never change.
     """
 
     def __init__(
         self,
         network: Network,
-        proxy_endpoints: list[str],
         register: RegisterWorker,
-        status: Callable[[], WorkerStatus],
-        on_view: Callable[[list[WorkerInfo]], None],
-        on_proxy_lost: Callable[[str], None],
-        on_restart: Callable[[], None],
-        on_leave: Callable[[], object],
-        on_role: Callable[[Role], object],
-        on_clear_cache: Callable[[], object],
+        worker: Presence,
+        proxy_endpoints: list[str],
         proxies_file: str = "",
     ) -> None:
         self._network = network
+        self._register = register
+        self._worker = worker
         self._links: list[_ProxyLink] = []
         self._timers = SilenceTimers(HEARTBEAT_INTERVAL_S)  # of the proxies, by endpoint
-        self._register = register
-        self._status = status
-        self._on_view = on_view
-        self._on_proxy_lost = on_proxy_lost
-        self._on_restart = on_restart
-        self._on_leave = on_leave
-        self._on_role = on_role
-        self._on_clear_cache = on_clear_cache
         self._view: dict[str, WorkerInfo] = {}  # all workers that any proxy knows, by epoch
         self._is_view_stale = False
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
@@ -383,7 +396,7 @@ class ProxyLinks:
                 self._follow(endpoints)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             now = loop.time()
-            self.send_to_all(self._status())
+            self.send_to_all(self._worker.status())
             self._timers.check(now)
             silent = self._timers.silent(now, PROXY_SILENCE_S)
             for link in self._links:
@@ -435,18 +448,18 @@ class ProxyLinks:
                         link.known_by = None
                     self._register_with(link)
                 if message.restart:
-                    self._on_restart()
+                    self._worker.restart_reports()
                 self._update_link(link, message)
                 if self._is_view_stale:
                     self._update_view()
             case RegistrationRefused():
                 self._on_refused(link, message.reason)
             case LeaveCluster():
-                self._on_leave()
+                self._worker.leave()
             case ChangeRole():
-                self._on_role(message.role)
+                self._worker.change_role(message.role)
             case ClearCache():
-                self._on_clear_cache()
+                self._worker.clear_cache()
             case StatusReport() | WorkerOrdered() | TimelineReport():
                 pass
 
@@ -461,7 +474,7 @@ class ProxyLinks:
         assert link.proxy_id is not None
         proxy_id, link.proxy_id = link.proxy_id, None  # its view stays until a proxy is back
         link.is_settling = False  # others may remove workers from the view
-        self._on_proxy_lost(proxy_id)
+        self._worker.on_proxy_lost(proxy_id)
 
     def _update_link(self, link: _ProxyLink, message: ClusterView) -> None:
         """Takes over what the proxy says of the workers. Asks for all of them if something is missing."""
@@ -493,7 +506,7 @@ class ProxyLinks:
             view |= {epoch: worker for epoch, worker in self._view.items() if worker.worker_id not in listed}
         if view != self._view:
             self._view = view
-            self._on_view(sorted(view.values(), key=lambda worker: (worker.worker_id, worker.epoch)))
+            self._worker.on_view(sorted(view.values(), key=lambda worker: (worker.worker_id, worker.epoch)))
 
     def close(self) -> None:
         self._heartbeats.cancel()

@@ -64,6 +64,7 @@ class StepLoop:
         """Submits the step behind the running one, or tells the engine that there is none."""
         if not self._engine.overlaps:
             return []
+        assert self._num_in_flight == 1, "one step runs, and one at most waits behind it"
         batch, actions = self._scheduler.schedule_ahead(self._clock())
         is_step = bool(batch.items or batch.encodes)
         self._num_in_flight += is_step

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tandem.decode_worker.decode_scheduler import Action, DecodeScheduler
-from tandem.decode_worker.sequence import DecodeSequence
+from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.prefix_tiers import PrefixTiers, TierState
 from tandem.engine.steps.step_times import StepTimes
+from tandem.handover.incoming import IncomingTransfers
+from tandem.handover.outgoing import OutgoingTransfers
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.membership import PrefixUpdate
@@ -53,14 +55,20 @@ class WorkerScheduler:
         self.step_times = StepTimes(itl_slo_s)
         self.tiers = PrefixTiers(blocks, tiers, block_bytes, lambda: self.step_times.prompt_tokens_per_s)
         self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes, self.tiers)
-        self.prefill = PrefillScheduler(
-            blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode, self.tiers
-        )
+        self.prefill = PrefillScheduler(self.decode, max_num_batched_tokens, max_num_seqs, lease_s)
         self._chunks = ChunkLimit(max_num_batched_tokens)
         self._steps: deque[_Step] = deque()  # in flight
         self._isolation = StepIsolation()
 
-    # ---- load figures
+    # ---- transfers and load figures (see `presence.WorkerRequests`)
+
+    @property
+    def outgoing(self) -> OutgoingTransfers[PrefillPrompt, Action]:
+        return self.prefill.transfers
+
+    @property
+    def incoming(self) -> IncomingTransfers[DecodePrompt, Action]:
+        return self.decode.transfers
 
     @property
     def num_running(self) -> int:
@@ -149,6 +157,7 @@ class WorkerScheduler:
     def on_step(self, now: float, results: list[ItemOutput], step_s: float | None = None) -> list[Action]:
         """results: one for each item of the oldest step in flight. step_s: how long it took, if it was measured."""
         step = self._steps.popleft()
+        assert len(results) >= step.num_decoding, "each item of the step has a result"
         if step_s is not None:
             self.step_times.on_step(step.num_decoding, step.num_prompt_tokens, step_s)
         actions = self.decode.on_step(now, results[: step.num_decoding])
@@ -235,6 +244,7 @@ class ChunkLimit:
             self._grows_at = now + self._pause_s
         elif now >= self._grows_at:
             self.tokens, self._has_grown = min(2 * self.tokens, self._configured), True
+            assert self.tokens > MIN_BATCHED_TOKENS, "a limit grows only after it was made smaller"
             self._grows_at = now + self._pause_s
 
 

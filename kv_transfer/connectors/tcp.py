@@ -25,13 +25,12 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork, OnAddress, OnDone, Peer
 from tandem.kv_transfer.connectors.accept_peer import accept_peer
-from tandem.kv_transfer.connectors.addresses import SocketAddress, read_address
+from tandem.kv_transfer.connectors.addresses import CONNECT_TIMEOUT_S, SocketAddress, read_address
 from tandem.kv_transfer.connectors.block_messages import BlockMessages, Message
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import KVTransferFailed, first_line
 
-CONNECT_TIMEOUT_S = 20.0
 PROGRESS_TIMEOUT_S = 5.0
 """Longest time without progress in a transfer; then the peer counts as dead."""
 _PIECE_BYTES = 1 << 20

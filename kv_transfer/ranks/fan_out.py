@@ -1,20 +1,36 @@
-"""Combines the pools of several ranks into one, and several paths into one sender or receiver: every job runs on all of
+"""Combines several paths into one sender or receiver, and the pools of all ranks into one: every job runs on all of
 them and is done when all are done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 
 if TYPE_CHECKING:
     from tandem.kv_transfer.ranks.rank_pool import RankPool
     from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+
+P = TypeVar("P")
+
+
+def _open_all(paths: Iterable[Callable[[], P]], close: Callable[[P], object]) -> list[P]:
+    """Opens paths. If one of them raises, closes those that are open, which have moved nothing, and raises that."""
+    opened: list[P] = []
+    try:
+        for open_path in paths:
+            opened.append(open_path())
+    except Exception:
+        for each in opened:
+            close(each)
+        raise
+    return opened
 
 
 class FanOutSender:
@@ -24,16 +40,10 @@ class FanOutSender:
         self._senders = senders
 
     @classmethod
-    def open(cls, paths: Iterable[Callable[[], KVSender]]) -> FanOutSender:
-        """Opens paths. If one of them raises, closes those that are open, which have sent nothing, and raises that."""
-        senders: list[KVSender] = []
-        try:
-            for open_path in paths:
-                senders.append(open_path())
-        except Exception:
-            cls(senders).close(lambda: None)
-            raise
-        return cls(senders)
+    def open(cls, paths: Iterable[Callable[[], KVSender]]) -> KVSender:
+        """Opens paths, all or none. A path that is alone needs nothing around it: that of most workers."""
+        senders = _open_all(paths, lambda sender: sender.close(lambda: None))
+        return senders[0] if len(senders) == 1 else cls(senders)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         for sender in self._senders:
@@ -57,16 +67,10 @@ class FanOutReceiver:
         self._receivers = receivers
 
     @classmethod
-    def open(cls, paths: Iterable[Callable[[], KVReceiver]]) -> FanOutReceiver:
-        """Opens paths. If one of them raises, closes those that are open, and raises that."""
-        receivers: list[KVReceiver] = []
-        try:
-            for open_path in paths:
-                receivers.append(open_path())
-        except Exception:
-            cls(receivers).close()
-            raise
-        return cls(receivers)
+    def open(cls, paths: Iterable[Callable[[], KVReceiver]]) -> KVReceiver:
+        """See `FanOutSender.open`."""
+        receivers = _open_all(paths, lambda receiver: receiver.close())
+        return receivers[0] if len(receivers) == 1 else cls(receivers)
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         done = when_all(len(self._receivers), on_done)
@@ -78,15 +82,21 @@ class FanOutReceiver:
             receiver.close()
 
 
-class FanOutPools:
-    """The pools of several ranks as one. ranks: in order."""
+class WorkerPools:
+    """The KV pools of all ranks of a worker, as one. ranks: in order. tiers: below these pools; None for none.
 
-    def __init__(self, layout: KVLayout, ranks: Sequence[RankPool | RemoteRank]) -> None:
+    Implements `handover.kv_host.KVPools`, which says what the methods do.
+    """
+
+    def __init__(
+        self, layout: KVLayout, ranks: Sequence[RankPool | RemoteRank], tiers: WorkerTiers | None = None
+    ) -> None:
+        assert len(ranks) == layout.tensor_parallel_size
         self.layout = layout
+        self.tiers = tiers if tiers is not None else WorkerTiers({})
         self._ranks = ranks
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVPathRefused."""
         ready = when_all(len(self._ranks), on_ready)
         return FanOutSender.open(
             partial(rank.open_sender, connector, pair_id, addresses, ready) for rank in self._ranks
@@ -99,17 +109,12 @@ class FanOutPools:
         num_senders: int,
         on_addresses: Callable[[list[list[bytes]] | KVTransferFailed], None],
     ) -> KVReceiver:
-        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVPathRefused.
-
-        `on_addresses` is called once, on any thread, with the addresses for `PairAccepted`.
-        """
         listening = zip(self._ranks, gather(len(self._ranks), on_addresses), strict=True)
         return FanOutReceiver.open(
             partial(rank.open_receiver, connector, pair_id, num_senders, done) for rank, done in listening
         )
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
-        """Hashes whole blocks, over all ranks' heads. Results arrive in the order of the calls."""
 
         def merge(by_rank: list[list[int]] | KVTransferFailed) -> None:
             on_checksums(by_rank if isinstance(by_rank, KVTransferFailed) else combine(by_rank))

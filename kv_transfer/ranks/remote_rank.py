@@ -29,6 +29,8 @@ from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
 
+READY_TIMEOUT_S = 60.0
+
 
 class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Follower to rank 0, once: its pool is allocated."""
@@ -66,14 +68,14 @@ class RemoteRank:
         self._sending = ThreadPoolExecutor(1, "rank-orders", show_thread_name)  # a frozen follower reads nothing
         self._gone = False
 
-    def wait_until_ready(self, timeout_s: float, keys: NetworkKeys | None = None) -> None:
-        """Blocks until the follower has allocated its pool. Raises InternalError.
+    def wait_until_ready(self, keys: NetworkKeys | None = None) -> None:
+        """Blocks until the follower has allocated its pool. Raises InternalError after READY_TIMEOUT_S.
 
         keys: of the cluster, by which the follower protects its paths.
         """
-        message = self._channel.receive() if self._channel.has_message(timeout_s) else None
+        message = self._channel.receive() if self._channel.has_message(READY_TIMEOUT_S) else None
         if not isinstance(message, PoolReady):
-            raise InternalError(f"a rank did not come up within {timeout_s:.0f} s")
+            raise InternalError(f"a rank did not come up within {READY_TIMEOUT_S:.0f} s")
         threading.Thread(target=self._listen, name="remote-rank", daemon=True).start()
         if keys is not None:
             self.order("use_keys", keys)

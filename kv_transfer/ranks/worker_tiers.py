@@ -11,10 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tandem.kv_transfer.connector import gather
-from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
+from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer, TiersConfig
 from tandem.runtime.errors import KVTransferFailed
 
 if TYPE_CHECKING:  # they load torch, which the simulator has not
+    from tandem.kv_transfer.ranks.rank_pool import RankPool
     from tandem.kv_transfer.ranks.remote_rank import RemoteRank
     from tandem.kv_transfer.tiers.tier_thread import TierThread
 
@@ -34,6 +35,14 @@ class WorkerTiers:
         self._own = own
         self._followers = followers
         self._answers = {name: _AnswersInOrder() for name in own}
+
+    @classmethod
+    def of(cls, own: RankPool, followers: Sequence[RemoteRank], config: TiersConfig) -> WorkerTiers:
+        """Returns the tiers below these pools. Raises ConfigError if one is not installed."""
+        tiers = cls(own.tiers(config), followers)
+        for follower in followers if tiers.names else ():
+            follower.order("use_tiers", config)
+        return tiers
 
     @property
     def names(self) -> list[str]:

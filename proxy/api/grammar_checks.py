@@ -32,7 +32,7 @@ from tandem.protocol.messages.grammar import (
     check_grammar,
     grammar_bytes,
 )
-from tandem.proxy.api.gbnf import to_lark
+from tandem.proxy.api.grammar_checks import to_lark
 from tandem.proxy.api.json_schemas import find_fault
 from tandem.proxy.api.schema import JsonObject
 from tandem.proxy.api.structured_output import (

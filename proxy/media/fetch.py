@@ -21,7 +21,7 @@ from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 import httpcore
 
 from tandem.proxy.admission.fair_slots import FairSlots
-from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
+from tandem.proxy.media.fetch import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MediaSource, check_num_bytes
 from tandem.runtime.client_share import CLIENT_SHARE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
@@ -46,15 +47,13 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
         file = tmp_path / "proxies"
         registration = ProxyLinks(
             context,
-            [],
             RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
-            lambda: WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()),
-            views.append,
-            lost.append,
-            lambda: None,
-            lambda: None,
-            lambda role: None,
-            lambda: None,
+            MagicMock(
+                status=lambda: WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()),
+                on_view=views.append,
+                on_proxy_lost=lost.append,
+            ),
+            [],
             str(file),
         )
         try:

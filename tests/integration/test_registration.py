@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -69,17 +70,11 @@ class WorkerByHand:
         self.info = WorkerInfo("decode-0", "e0", "decode", "tcp://127.0.0.1:1", 1)
         self.lost_proxies: list[str] = []
         self.registration = ProxyLinks(
-            context,
-            endpoints,
-            self._register(),
-            lambda: WorkerStatus(self.info.worker_id, self.info.epoch, self.info.role, WorkerLoad()),
-            lambda view: None,
-            self.lost_proxies.append,
-            lambda: None,
-            lambda: None,
-            lambda role: None,
-            lambda: None,
+            context, self._register(), MagicMock(status=self._status, on_proxy_lost=self.lost_proxies.append), endpoints
         )
+
+    def _status(self) -> WorkerStatus:
+        return WorkerStatus(self.info.worker_id, self.info.epoch, self.info.role, WorkerLoad())
 
     def _register(self) -> RegisterWorker:
         return RegisterWorker(PROTOCOL_VERSION, self.info, 100, 100, "model", 64)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.proxy.admission.fair_slots import FairSlots
-from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, MediaFetcher
-from tandem.proxy.media.fetch_policy import FetchPolicy, RefusedURL
+from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, FetchPolicy, MediaFetcher, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.runtime.client_share import CLIENT_SHARE

@@ -24,7 +24,7 @@ from tandem.protocol.messages.packed import max_packed_bytes, pack_logprobs, unp
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import InvalidRequest
-from tandem.worker.to_proxy import send_to_proxy
+from tandem.worker.serving_worker import send_to_proxy
 from tests.support.proxy_cluster import PREFILL, Cluster, play, turn
 
 TOO_LARGE = [bytes(MAX_MESSAGE_BYTES)]

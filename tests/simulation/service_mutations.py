@@ -11,7 +11,6 @@ from tests.simulation.mutation import (
     PRESENCE,
     PROMPTS,
     SUPERVISOR,
-    WORKER,
     Mutation,
 )
 
@@ -42,7 +41,7 @@ IN_ORDER = (
     ),
     Mutation(
         "a worker that is told to leave does not drain",
-        WORKER,
+        "worker/serving_worker.py",
         "return self._presence is not None and self._presence.drain()",
         "self.stop()\n        return True",
     ),

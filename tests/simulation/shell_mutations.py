@@ -85,7 +85,7 @@ SHELL = (
     Mutation(
         "requests of a lost proxy are not aborted",
         PRESENCE,
-        "        self._on_proxy_lost(proxy_id)\n\n    def _update_link",
+        "        self._worker.on_proxy_lost(proxy_id)\n\n    def _update_link",
         "\n    def _update_link",
     ),
     Mutation(
@@ -94,25 +94,25 @@ SHELL = (
         "                        link.known_by = None\n                    self._register_with(link)",
         "                        link.known_by = None",
     ),
-    Mutation("a worker has no clock ticks", PRESENCE, "                on_tick(now)\n", ""),
+    Mutation("a worker has no clock ticks", PRESENCE, "                self._worker.on_tick(now)\n", ""),
     Mutation("a drain has no end", PRESENCE, "if self._drain.is_over(now, self._requests.is_idle):", "if False:"),
     Mutation(
         "aborts are ignored",
-        WORKER,
+        "worker/serving_worker.py",
         "self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))",
         "pass",
     ),
     Mutation(
         "a refused prompt is not answered",
-        "worker/to_proxy.py",
+        "worker/serving_worker.py",
         "for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:",
         "for attempt_id in ():",
     ),
     Mutation(
         "actions of an event do not start a step",
         WORKER,
-        "                    self._tiers.find(action)\n        self._start_step()",
-        "                    self._tiers.find(action)",
+        "        super()._perform(actions)\n        self._start_step()",
+        "        super()._perform(actions)",
     ),
     Mutation("the end of a step is not counted", "worker/step_loop.py", "self._num_in_flight -= 1", "pass"),
     Mutation(
@@ -153,7 +153,7 @@ SHELL = (
         "        self._ping(worker)\n        self._state",
         "        self._state",
     ),
-    Mutation("a worker does not answer", WORKER, "self._answers.answer(identity, message)", "pass"),
+    Mutation("a worker does not answer", "worker/serving_worker.py", "self._answers.answer(identity, message)", "pass"),
 )
 
 LAUNCH = (

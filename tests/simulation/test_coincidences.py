@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 from tandem.simulator.answers import Wishes, answer_of, draw_wishes, with_stop_string
-from tandem.simulator.coincidences import READY_S, coincidences
-from tandem.simulator.scenario import COMMANDS, Fault, draw
+from tandem.simulator.scenario import COMMANDS, READY_S, Fault, coincidences, draw
 
 PROMPT = tuple(range(100, 130))
 

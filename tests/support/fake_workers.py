@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import MagicMock
 
 import httpx
 import msgspec
@@ -120,15 +121,13 @@ class FakeWorkers:
         for name in infos:
             self._registrations[name] = ProxyLinks(
                 context,
-                self._controls,
                 self._register(name),
-                partial(self._status, name),
-                self._on_view,
-                lambda _proxy_id: None,
-                lambda: None,
-                lambda: None,
-                lambda role: None,
-                partial(self._clear_tiers, name),
+                MagicMock(
+                    status=partial(self._status, name),
+                    on_view=self._on_view,
+                    clear_cache=partial(self._clear_tiers, name),
+                ),
+                self._controls,
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):

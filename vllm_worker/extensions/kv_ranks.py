@@ -23,9 +23,9 @@ from tandem.engine.numerics import machine_numerics
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import READY_TIMEOUT_S, FanOutPools
+from tandem.kv_transfer.ranks.fan_out import READY_TIMEOUT_S, WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
-from tandem.kv_transfer.ranks.remote_rank import RemoteRank, TransferServer
+from tandem.kv_transfer.ranks.remote_rank import READY_TIMEOUT_S, RemoteRank, TransferServer
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys
@@ -57,7 +57,7 @@ class RankKV(NamedTuple):
     pids: list[int]
     block_bytes: int
     """Size of one block, summed over all ranks."""
-    pools: FanOutPools
+    pools: WorkerPools
 
 
 class AskRanks(Protocol):
@@ -178,5 +178,5 @@ def open_ranks(
         found = zip(addresses, facts, strict=True)
         ranks = remote = [RemoteRank(connect(address, each.pid)) for address, each in found]
         for rank in remote:
-            rank.wait_until_ready(READY_TIMEOUT_S, keys)
-    return RankKV([each.pid for each in facts], sum(each.block_bytes for each in facts), FanOutPools(layout, ranks))
+            rank.wait_until_ready(keys)
+    return RankKV([each.pid for each in facts], sum(each.block_bytes for each in facts), WorkerPools(layout, ranks))

@@ -80,6 +80,7 @@ class Stream:
         self, now: float, output: EngineOutput, token: SampledToken, ended: FinishReason | None
     ) -> FirstToken:
         """Returns the message for the token that follows the prompt, and counts it. ended: see `StepBatches.add`."""
+        assert self.first_is_due, "the proxy takes one FirstToken of an attempt"
         self.first_is_due = False
         self.num_generated += 1
         self.joined_at = now
@@ -108,6 +109,7 @@ class Streams:
         return len(self._by_key)
 
     def add(self, stream: Stream) -> None:
+        assert stream.key not in self._by_key and stream.engine_id not in self._by_engine_id, "refused before"
         self._by_engine_id[stream.engine_id] = self._by_key[stream.key] = stream
         if stream.media is not None:
             stream.media.num_streams += 1

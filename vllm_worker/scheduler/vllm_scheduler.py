@@ -258,6 +258,7 @@ class VllmScheduler:
         return [AbortRequests([transfer.prompt]), *self._fail_prompt(transfer.request, error)]
 
     def release_sent(self, transfer: OutgoingTransfer[str]) -> list[VllmAction]:
+        assert self._leaving[transfer.prompt] is transfer and not transfer.num_ships_in_flight, "a shipment reads them"
         del self._leaving[transfer.prompt]
         if not transfer.ended:  # decode continues the sequences
             for stream in self._streams.of_message(transfer.request):
@@ -272,6 +273,7 @@ class VllmScheduler:
         """Adds the engine's request that gets the KV: that of the first sequence that has not ended."""
         prompt = transfer.prompt
         assert prompt is not None
+        assert transfer.is_waiting and not prompt.engine_id, "one request of the engine gets the KV"
         stream = self._streams.of_message(prompt.request)[0]
         prompt.engine_id = stream.engine_id
         self._arriving[stream.engine_id] = transfer
@@ -281,6 +283,7 @@ class VllmScheduler:
         """Lets the request that got the KV decode, and adds the others, which find the prompt in the prefix cache."""
         prompt = transfer.prompt
         assert prompt is not None and transfer.first_token_ids is not None
+        assert not transfer.is_given_up and self._arriving[prompt.engine_id] is transfer
         del self._arriving[prompt.engine_id]
         request = prompt.request
         first_tokens = dict(zip(request.attempt_ids, transfer.first_token_ids, strict=True))
@@ -316,6 +319,7 @@ class VllmScheduler:
     def release_received(self, transfer: IncomingTransfer[ArrivingPrompt]) -> list[VllmAction]:
         prompt = transfer.prompt
         assert prompt is not None
+        assert transfer.is_given_up and not transfer.may_still_be_written, "the engine reuses the blocks"
         if self._arriving.pop(prompt.engine_id, None) is None:
             return []  # ReserveKV had not come
         return [EndReceiving(prompt.engine_id)]  # also if no allocation is known: its report may be on the way

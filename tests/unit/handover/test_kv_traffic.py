@@ -144,3 +144,27 @@ def test_blocks_that_cannot_be_compared_are_not_used() -> None:
         assert made.figures == (100, 0, 0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("direction", ["ship", "receive"])
+def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(direction: str) -> None:
+    def mistake(*arguments: Any) -> None:
+        raise AssertionError("each shipment ends once")
+
+    async def run() -> None:
+        raised: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+        traffic = Traffic()
+        machines: Any = traffic.traffic
+        if direction == "ship":
+            machines._sending.on_shipped = mistake
+            traffic.traffic.ship(Ship("pair", "t", 0, [1], [2]))
+        else:
+            machines._receiving.on_received = mistake
+            traffic.traffic.receive(Receive("pair", "t", [1]))
+        calls = await traffic.end(None)
+        [error] = raised
+        assert isinstance(error, AssertionError), "it is logged"
+        assert [call[:2] for call in calls if call[0] == "pair fails"] == [("pair fails", "pair")]
+
+    asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ PREFILL, DECODE = (
 
 
 def new_pools() -> WorkerPools:
-    return WorkerPools(RankPool(0, LAYOUT, torch.zeros(4, 512, dtype=torch.uint8), DataNetwork("127.0.0.1")))
+    own = RankPool(0, LAYOUT, torch.zeros(4, 512, dtype=torch.uint8), DataNetwork("127.0.0.1"))
+    return WorkerPools(LAYOUT, [own])
 
 
 class PairedWorkers:
@@ -50,7 +52,7 @@ class PairedWorkers:
             lambda pair_id, reason: self.lost.append(reason),
         )  # fmt: skip
         self.incoming = IncomingPairs(
-            "d", self.incoming_table, wrap(new_pools()), lambda pid, on_exit: lambda: None, self._answer,
+            "d", self.incoming_table, MagicMock(pools=wrap(new_pools())), self._answer,
             lambda pair_id, reason, peer_stopped: self.lost.append(reason), lambda epoch: None,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -173,8 +174,10 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
         pairs = IncomingPairs(
             "d",
             table,
-            WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1"))),
-            watch_exit,
+            MagicMock(
+                pools=WorkerPools(layout, [RankPool(0, layout, blocks, DataNetwork("127.0.0.1"))]),
+                watch_exit=watch_exit,
+            ),
             lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),
             lambda epoch: None,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 
 from tandem.kv_transfer.connectors import block_messages, cuda_ipc, cuda_stream, nccl_group
+from tandem.kv_transfer.connectors.addresses import CONNECT_TIMEOUT_S
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.kv_transfer.connectors.process_group import ProcessGroupSender
@@ -48,7 +49,7 @@ def test_the_watchdog_is_off_for_pairs_groups_and_the_environment_stays(
     on_loop(device, lambda: Ends(device).connect())
     assert not [name for name in changed if b"NCCL" in name]
     assert told == [dict.fromkeys(WATCHDOG, "0")] * 2
-    ours = max(nccl_group.CONNECT_TIMEOUT_S, nccl_group.TRANSFER_TIMEOUT_S)
+    ours = max(CONNECT_TIMEOUT_S, nccl_group.TRANSFER_TIMEOUT_S)
     assert all(group.timeout > 1000 * timedelta(seconds=ours) for group in nccl.groups), "our deadlines come first"
 
 

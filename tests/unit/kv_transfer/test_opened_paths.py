@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import FanOutPools, FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, WorkerPools
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
@@ -99,7 +100,7 @@ class Rank:
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_the_paths_of_other_ranks_are_closed(broken: int, error: Exception) -> None:
     ranks = [Rank(error if rank == broken else None) for rank in range(3)]
-    pools = FanOutPools(LAYOUT, ranks)  # type: ignore[arg-type]
+    pools = WorkerPools(replace(LAYOUT, tensor_parallel_size=3), ranks)  # type: ignore[arg-type]
     with pytest.raises(type(error)):
         pools.open_sender("plugin", "pair", [], lambda error: None)
     with pytest.raises(type(error)):

@@ -27,6 +27,7 @@ from tandem.kv_transfer.ranks.fan_out import WorkerPools
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import Order, PoolReady, RemoteRank, TransferServer
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import KVLayout
@@ -96,9 +97,12 @@ def worker_of(size: int, keys: NetworkKeys | None = None, tiers: TiersConfig | N
         follower_ends.append(follower_end)
         TransferServer(follower_end, RankPool(rank, layout, blocks[rank], NETWORK)).start()
     network = NETWORK if keys is None else DataNetwork(HOST, tls_contexts(keys))
-    pools = WorkerPools(RankPool(0, layout, blocks[0], network), ends, keys, tiers)
-    pools.wait_until_ready()
-    yield Worker(pools, blocks, follower_ends)
+    followers = [RemoteRank(end) for end in ends]
+    for follower in followers:
+        follower.wait_until_ready(keys)
+    own = RankPool(0, layout, blocks[0], network)
+    own_tiers = WorkerTiers.of(own, followers, tiers or TiersConfig())
+    yield Worker(WorkerPools(layout, [own, *followers], own_tiers), blocks, follower_ends)
     for fd in fds:
         os.close(fd)
 
@@ -274,7 +278,7 @@ def test_a_frozen_follower_does_not_count_as_closed() -> None:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
     RankChannel(follower_end, Codec(Order)).send(PoolReady())
     rank = RemoteRank(end)
-    rank.wait_until_ready(30)
+    rank.wait_until_ready()
     ready, sent, closed = Outcomes(), Outcomes(), Outcomes()
     sender = rank.open_sender("ipc", "pair", [], ready)
     for _ in range(20):
@@ -288,15 +292,14 @@ def test_a_frozen_follower_does_not_count_as_closed() -> None:
 
 
 def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.kv_transfer.ranks.fan_out.READY_TIMEOUT_S", 0.01)
-    layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
+    monkeypatch.setattr("tandem.kv_transfer.ranks.remote_rank.READY_TIMEOUT_S", 0.01)
     ours, theirs = open_channel()
-    pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), NETWORK), [ours])
+    rank = RemoteRank(ours)
     with pytest.raises(InternalError, match="did not come up"):
-        pools.wait_until_ready()
+        rank.wait_until_ready()
     theirs.close()
     with pytest.raises(InternalError, match="did not come up"):
-        pools.wait_until_ready()
+        rank.wait_until_ready()
 
 
 def test_a_refusal_at_any_rank_is_a_refusal_of_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +396,7 @@ def test_an_order_that_cannot_be_sent_is_answered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 1000)
     with worker_of(2) as worker:
         outcomes, checksums = Outcomes(), queue.Queue[list[int] | KVTransferFailed]()
-        worker.pools._followers[0].order("prepare", "pair", list(range(1000)), on_done=outcomes)
+        worker.pools._ranks[1].order("prepare", "pair", list(range(1000)), on_done=outcomes)
         error = outcomes.next()
         assert error is not None and "cannot be sent" in error.message
         worker.pools.checksums([0] * 150, checksums.put)  # the order is small, the result is not
@@ -406,7 +409,7 @@ def test_an_answer_that_cannot_be_handled_keeps_no_other_from_being_read(caplog:
         raise RuntimeError("Event loop is closed")
 
     with worker_of(2) as worker:
-        worker.pools._followers[0].order("prepare", "pair", [1], on_done=mistake)
+        worker.pools._ranks[1].order("prepare", "pair", [1], on_done=mistake)
         assert checksums_of(worker, [1])
     assert "could not be handled" in caplog.text
 
@@ -417,7 +420,7 @@ def test_what_is_not_a_message_ends_the_channel(side: str, caplog: pytest.LogCap
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
     TransferServer(follower_end, RankPool(1, layout, torch.zeros(1, 1), NETWORK)).start()
     rank = RemoteRank(end)
-    rank.wait_until_ready(30)
+    rank.wait_until_ready()
     sender: Any = end if side == "rank 0" else follower_end
     sender.send_bytes(b"nonsense")
     outcomes = Outcomes()

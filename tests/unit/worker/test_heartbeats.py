@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -37,15 +38,9 @@ def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(tmp_path: Path, mon
         context = new_context()
         registration = ProxyLinks(
             context,
-            [],
             RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64),
-            lambda: WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad()),
-            lambda view: None,
-            lambda proxy_id: None,
-            lambda: None,
-            lambda: None,
-            lambda role: None,
-            lambda: None,
+            MagicMock(status=lambda: WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())),
+            [],
             str(file),
         )
         await asyncio.sleep(0.05)
@@ -98,16 +93,7 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         registration = ProxyLinks(
-            network,
-            ["ipc://proxy"],
-            register,
-            lambda: status,
-            lambda view: None,
-            lost.append,
-            lambda: None,
-            lambda: None,
-            lambda role: None,
-            lambda: None,
+            network, register, MagicMock(status=lambda: status, on_proxy_lost=lost.append), ["ipc://proxy"]
         )
         socket: Any = registration._links[0].socket
         for _ in range(4):  # the machine stands still; each time the proxy has answered, which is not read yet
@@ -142,10 +128,11 @@ def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         network: Any = SimpleNamespace(dealer=FakeSocket)
         registration = ProxyLinks(
-            network, ["ipc://a", "ipc://b"], register, lambda: status,
-            lambda view: views.append([worker.epoch for worker in view]),
-            lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
-        )  # fmt: skip
+            network,
+            register,
+            MagicMock(status=lambda: status, on_view=lambda view: views.append([worker.epoch for worker in view])),
+            ["ipc://a", "ipc://b"],
+        )
         a: Any
         b: Any
         a, b = (link.socket for link in registration._links)
@@ -191,10 +178,7 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
     async def run() -> None:
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         network: Any = SimpleNamespace(dealer=FakeSocket)
-        registration = ProxyLinks(
-            network, ["ipc://a", "ipc://b"], register, status, lambda view: None,
-            lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
-        )  # fmt: skip
+        registration = ProxyLinks(network, register, MagicMock(status=status), ["ipc://a", "ipc://b"])
         a: Any
         b: Any
         a, b = (link.socket for link in registration._links)
@@ -217,9 +201,11 @@ def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept(proxie
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         network: Any = SimpleNamespace(dealer=FakeSocket)
         registration = ProxyLinks(
-            network, [f"ipc://{name}" for name in proxies], register, lambda: status, lambda view: None, lost.append,
-            lambda: None, lambda: None, lambda role: None, lambda: None,
-        )  # fmt: skip
+            network,
+            register,
+            MagicMock(status=lambda: status, on_proxy_lost=lost.append),
+            [f"ipc://{name}" for name in proxies],
+        )
         sockets: list[Any] = [link.socket for link in registration._links]
         for name, socket in zip(proxies, sockets, strict=True):
             socket.on_message(ClusterView(name, True, 1, 0, [INFO]))

@@ -157,8 +157,8 @@ def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> 
 
 
 SHARED = [
-    "tandem.worker.presence", "tandem.handover.kv_traffic", "tandem.worker.to_proxy", "tandem.worker.worker_config",
-    "tandem.telemetry.worker_metrics", "tandem.runtime.processes.process",
+    "tandem.worker.presence", "tandem.handover.kv_traffic", "tandem.worker.serving_worker",
+    "tandem.worker.worker_config", "tandem.telemetry.worker_metrics", "tandem.runtime.processes.process",
 ]  # fmt: skip
 """What workers of all engines share."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.runtime.errors import InternalError
-from tandem.worker import tier_traffic, worker
+from tandem.worker import serving_worker, tier_traffic, worker
 from tandem.worker.tier_traffic import TierTraffic
 from tandem.worker.worker import Worker
 
@@ -66,8 +66,10 @@ def test_host_memory_that_is_never_opened_ends_the_worker(monkeypatch: pytest.Mo
 
 def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("WorkerScheduler", "MediaIntake", "MediaCacheClient", "SharedEmbeddings", "RemoteMedia", "StepLoop")
-    for name in (*parts, "new_worker_info", "KVTraffic", "Codec", "EmbeddingCache"):
+    for name in (*parts, "EmbeddingCache"):
         monkeypatch.setattr(worker, name, MagicMock())
+    for name in ("new_worker_info", "KVTraffic", "Codec", "RegisterWorker"):
+        monkeypatch.setattr(serving_worker, name, MagicMock())
     tiers, events = Tiers("host"), list[str]()
     host = MagicMock(pools=MagicMock(tiers=tiers))
     tiers.close = lambda: None  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.Mon
     async def serve(*arguments: Any) -> None:
         events.append("registers")
 
-    monkeypatch.setattr(worker, "Presence", MagicMock(return_value=MagicMock(serve=serve)))
+    monkeypatch.setattr(serving_worker, "Presence", MagicMock(return_value=MagicMock(serve=serve)))
 
     async def run() -> None:
         config = MagicMock(itl_slo_s=0.04, embedding_cache_bytes=0)

@@ -14,8 +14,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, Ping, Pong, PrepareDecode, StartPrefill
 from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.worker.serving_worker import ProxyAnswers, ServedModel
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
-from tandem.worker.to_proxy import ProxyAnswers
 from tandem.worker.worker import Worker
 from tandem.worker.worker_scheduler import WorkerScheduler
 
@@ -40,11 +40,12 @@ def new_worker(grammars: Any, sent: list[tuple[bytes, Any]] | None = None) -> An
     worker: Any = Worker(TandemWorkerConfig("w", "any", "ipc:///unused", [], engine=EngineConfig("model")), not_loaded)
     worker._traffic = SimpleNamespace(destination=lambda message: (None, False))
     worker._host = SimpleNamespace(
-        loaded=SimpleNamespace(vocab_size=100, max_model_len=100, has_head=True),
+        loaded=SimpleNamespace(has_head=True),
         grammars=grammars,
         adapters=SimpleNamespace(get=lambda adapter: None),
     )
     worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
+    worker._model = ServedModel("engine", 100, 100, {}, "")
     worker._steps = SimpleNamespace(start=lambda: None)
     worker._answers = ProxyAnswers(router, "epoch", worker._metrics)
     return worker

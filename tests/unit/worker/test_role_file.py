@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -32,18 +31,16 @@ def test_a_worker_comes_back_in_the_role_that_it_took(tmp_path: Path) -> None:
     traffic, sent = MagicMock(), MagicMock()
 
     async def main() -> None:
-        presence: Presence[Any] = Presence(
+        presence = Presence(
             config,
             RegisterWorker(PROTOCOL_VERSION, info, 100, 100, "m", 4),
             MagicMock(take_prefixes=lambda: (None, None)),
             traffic,
-            lambda actions: None,
-            lambda num_changes: WorkerLoad(),
-            lambda: None,
+            MagicMock(report=lambda num_changes: WorkerLoad()),
         )
         presence._registration = sent
         for role in roles:
-            presence._change_role(role)
+            presence.change_role(role)
             assert traffic.on_role.call_args.args[0].role == role
         assert presence._role_file is not None
         presence._role_file._thread.shutdown(wait=True)

@@ -476,6 +476,17 @@ def test_who_is_left_of_a_failed_step_is_not_the_cause() -> None:
     assert isinstance(first, FirstToken) and first.attempt_id == "b0"
 
 
+def test_a_prompt_that_was_aborted_in_a_step_that_fails_is_not_computed_again() -> None:
+    """It would make each step fail from then on."""
+    scheduler = new_scheduler()
+    start(scheduler, "a")
+    scheduler.schedule(1.0)
+    scheduler.on_abort("p", "a0")
+    assert scheduler.on_step_failed(ValueError("poison")) == []
+    assert scheduler.is_idle and not scheduler.schedule(1.0)[0].items
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
 def test_no_step_is_submitted_ahead_while_members_run_apart() -> None:
     scheduler = new_scheduler()
     for name in "ab":

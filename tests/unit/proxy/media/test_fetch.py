@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from tandem.proxy.media import fetch as media_fetch
-from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher
-from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
+from tandem.proxy.media.fetch import FetchedMedia, FetchPolicy, FetchURL, MediaFetcher, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.runtime.errors import Overloaded
