@@ -40,6 +40,8 @@ MAX_SEQUENCES = 12
 """Of one request: prompts times sequences."""
 VLLM_SHARE = 0.2
 """Share of the clusters whose workers have vLLM's engine."""
+VLLM_FAILURE_SHARE = 0.003
+"""Share of the steps that fail, at most, with vLLM's engine: each ends a worker."""
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
 START_S, LOAD_S = 2.0, 15.0
@@ -131,7 +133,7 @@ class ClusterShape:
     max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
     step_failure_share: float = 0.0
-    """Share of the steps that fail, with all requests in them."""
+    """Share of the steps that fail, with all requests in them, or with the worker if its engine is vLLM's."""
     no_memory_share: float = 0.0
     """Share of the larger steps that do not fit into the device's memory."""
     runs_vllm: bool = False
@@ -255,15 +257,18 @@ def draw(seed: int) -> Scenario:
         if not is_in_order:
             cluster, requests = sick_steps(rng, cluster, requests)
     cluster = replace(cluster, has_role_files=rng.random() < 0.5 and cluster.num_hosts == 1)
-    if random.Random(f"vllm {seed}").random() < VLLM_SHARE:
-        cluster = _with_vllm(cluster)
+    rng = random.Random(f"vllm {seed}")
+    if rng.random() < VLLM_SHARE:
+        is_in_order = all(fault.kind in COMMANDS for fault in faults)
+        cluster = _with_vllm(cluster, 0.0 if is_in_order else rng.choice([0.0, 0.0, VLLM_FAILURE_SHARE]))
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
 
 
-def _with_vllm(cluster: ClusterShape) -> ClusterShape:
-    """Returns the cluster with vLLM's engine, which has no tiers and no second step at once. Its steps do not fail."""
+def _with_vllm(cluster: ClusterShape, step_failure_share: float) -> ClusterShape:
+    """Returns the cluster with vLLM's engine, which has no tiers and no second step at once, and reserves the memory of
+    the largest step when it starts."""
     return replace(
-        cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=0.0, no_memory_share=0.0,
+        cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=step_failure_share, no_memory_share=0.0,
         has_role_files=False,
     )  # fmt: skip
 
