@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.engine import OnDone, StepTiming
@@ -19,10 +19,8 @@ from tandem.engine.sampling.grammar import GrammarState, MaskRequest
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.simulator.sampling import VOCAB_SIZE, History, after, logprobs_of, needs_history, sampled, start_state
+from tandem.simulator.scenario import ClusterShape, SimulatedStepTimes
 from tandem.simulator.timeline import ProcessLoop
-
-if TYPE_CHECKING:
-    from tandem.simulator.scenario import ClusterShape
 
 
 class NotedBlocks(BlockManager):
@@ -122,20 +120,6 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.blocks = [[None] * self.block_size for _ in range(self.num_blocks)]
-
-
-@dataclass(frozen=True)
-class SimulatedStepTimes:
-    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence. gap_s: between steps."""
-
-    fixed_s: float = 0.004
-    per_prompt_token_s: float = 0.0001
-    per_sequence_s: float = 0.0005
-    gap_s: float = 0.0
-
-    def of(self, batch: Batch) -> float:
-        num_tokens = sum(len(item.token_ids) for item in batch.items)
-        return self.fixed_s + num_tokens * self.per_prompt_token_s + len(batch.items) * self.per_sequence_s
 
 
 class SimulatedEngine:

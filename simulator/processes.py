@@ -321,7 +321,9 @@ class SimulatedWorker(SimulatedProcess):
         grammars, adapters = attachments(self.loop, machine.timeline.rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        rules = StepRules(machine, self.name, lambda: self.worker._scheduler)
+        rules = StepRules(
+            self.name, lambda: self.worker._scheduler, machine.report, machine.num_cached_tokens.setdefault
+        )
         self.engine = new_engine(
             self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, self._why_step_fails,
             rules.on_step,
