@@ -32,9 +32,8 @@ from bench.support.report import Report, finish, new_parser
 from tandem.deploy.planning.player import Player, TraceRequest, spread_ms
 from tandem.proxy.cluster.router import Router
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.network import Connection
-from tandem.simulator.scenario import ClusterShape, cluster_config
+from tandem.simulator.scenario import ClusterShape, SimulatedStepTimes, cluster_config
 from tandem.simulator.timeline import ProcessLoop
 
 STEP_TIMES = SimulatedStepTimes(fixed_s=0.02, per_prompt_token_s=0.01, per_sequence_s=0.002)

@@ -10,22 +10,17 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
-from tandem.engine.engine import OnDone, OutOfDeviceMemory, StepTiming
+from tandem.engine.engine import OnDone, StepTiming
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import GrammarState, MaskRequest
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.simulator.sampling import VOCAB_SIZE, History, after, logprobs_of, needs_history, sampled, start_state
+from tandem.simulator.scenario import ClusterShape, SimulatedStepTimes
 from tandem.simulator.timeline import ProcessLoop
-from tandem.worker.worker_scheduler import MIN_BATCHED_TOKENS
-
-if TYPE_CHECKING:
-    from tandem.simulator.processes import Machine
-    from tandem.simulator.scenario import ClusterShape
-    from tandem.worker.worker_scheduler import WorkerScheduler
 
 
 class NotedBlocks(BlockManager):
@@ -106,7 +101,7 @@ class NotedBlocks(BlockManager):
 
 
 class StepFailed(Exception):
-    """A step of a simulated engine that fails, so that all of its requests do."""
+    """A step of a simulated engine fails. Tandem's engine then fails the requests in it, and vLLM's ends."""
 
 
 @dataclass
@@ -125,20 +120,6 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.blocks = [[None] * self.block_size for _ in range(self.num_blocks)]
-
-
-@dataclass(frozen=True)
-class SimulatedStepTimes:
-    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence. gap_s: between steps."""
-
-    fixed_s: float = 0.004
-    per_prompt_token_s: float = 0.0001
-    per_sequence_s: float = 0.0005
-    gap_s: float = 0.0
-
-    def of(self, batch: Batch) -> float:
-        num_tokens = sum(len(item.token_ids) for item in batch.items)
-        return self.fixed_s + num_tokens * self.per_prompt_token_s + len(batch.items) * self.per_sequence_s
 
 
 class SimulatedEngine:
@@ -314,35 +295,3 @@ class TimedEngine(SimulatedEngine):
 def next_timed_token(position: int, last_token_id: int) -> int:
     """Returns the token at a position, behind this one."""
     return 1 + (after(position, last_token_id) >> 20) % (VOCAB_SIZE - 1)
-
-
-class StepFaults:
-    """The faults of one worker. name: of the worker."""
-
-    def __init__(self, machine: Machine, name: str, scheduler: Callable[[], WorkerScheduler]) -> None:
-        self._machine = machine
-        self._name = name
-        self._scheduler = scheduler
-
-    def why_failed(self) -> BaseException | None:
-        """Returns an error if the oldest step fails. Memory is never short for the smallest chunk of a prompt."""
-        machine, shape = self._machine, self._machine.shape
-        if not machine.has_faults or not (shape.step_failure_share or shape.no_memory_share):
-            return None
-        step, draw = self._scheduler()._steps[0], machine.timeline.rng.random()
-        if draw < shape.step_failure_share:
-            machine.num_failed_requests += self._num_requests()
-            machine.note("%s: a step fails", self._name)
-            return StepFailed("on purpose")
-        is_large = step.num_prompt_tokens > MIN_BATCHED_TOKENS or not step.has_prompts
-        if is_large and draw < shape.step_failure_share + shape.no_memory_share:
-            machine.note("%s: a step has not enough memory", self._name)
-            return OutOfDeviceMemory("on purpose")
-        return None
-
-    def _num_requests(self) -> int:
-        """Returns how many prompts have a part in the oldest step."""
-        scheduler = self._scheduler()
-        running = scheduler.decode.running.steps
-        sequences = running[0].sequences if running else []
-        return len({id(each.prompt) for each in sequences}) + len(scheduler.prefill._step.prompts)

@@ -15,7 +15,7 @@ from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.cluster.worker_record import WorkerUse
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
-from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import SUSPECT_DEATHS, Attempt, DispatchedSequence, TokenDelta
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.engine import NotedBlocks
 from tandem.simulator.network import SILENT_S
@@ -213,9 +213,11 @@ class Invariants:
             is_known = proxy.name == "proxy-0" and self._is_calm(launcher.loop, proxy.loop)
             if is_known and role != record.role and not is_ordered:
                 yield "the launcher takes a worker for one of another role", details, SOON_S
+        # The first death whose step names a sequence counts for as many as make it a suspect.
+        most = len(self._cluster.died_at) + (SUSPECT_DEATHS - 1 if self._cluster.num_failed_engines else 0)
         for sequence in proxy.dispatcher._sequences:
-            if sequence.num_deaths > len(self._cluster.died_at):
-                details = f"{proxy.name}: {sequence.num_deaths}, not {len(self._cluster.died_at)}"
+            if sequence.num_deaths > most:
+                details = f"{proxy.name}: {sequence.num_deaths}, not {most}"
                 yield "a request is blamed for more deaths than there were", details, 0
 
     def _is_told(self, proxy: SimulatedProxy, worker: SimulatedWorker) -> bool:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.deploy.processes.supervisor import EXIT_LOST
+from tandem.engine.engine import OutOfDeviceMemory
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.dispatch import PromptMessage
@@ -39,7 +40,7 @@ from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
 from tandem.simulator.attachments import attachments
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
-from tandem.simulator.engine import NotedBlocks, Pool, SimulatedEngine, StepFaults, TimedEngine
+from tandem.simulator.engine import NotedBlocks, Pool, SimulatedEngine, StepFailed, TimedEngine
 from tandem.simulator.network import SILENT_S, SimulatedNetwork, Switch
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.orderly import Orderly
@@ -58,6 +59,7 @@ from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import RoleFile
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
+from tandem.worker.worker_scheduler import MIN_BATCHED_TOKENS
 
 PROXY_POLL_S = 0.05
 WRITE_S = 0.05
@@ -105,7 +107,9 @@ class Machine:
     died_at: set[float] = field(default_factory=set)
     """When processes died: all of a lost host at the same time."""
     num_failed_requests: int = 0
-    """Requests in steps that have failed."""
+    """Requests in steps that have failed, of Tandem's engine."""
+    num_failed_engines: int = 0
+    """Engines of vLLM that a failed step has ended. Their workers name the requests in the step."""
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of a prompt that were cached when its first chunk was computed, by attempt."""
     folder: str = ""
@@ -143,6 +147,7 @@ class SimulatedProcess:
         self.loop = self.loops[0]
         self.started_at = machine.timeline.now
         self.has_left = False
+        self._has_died = False
         self.watched_by: list[ProcessLoop] = []  # when it ended
         self.watches: list[tuple[ProcessLoop, int, Callable[[], None]]] = []
         self._machine = machine
@@ -171,7 +176,7 @@ class SimulatedProcess:
     def _on_main_ended(self, task: asyncio.Task[None]) -> None:
         error = task.exception()
         code = exit_code_of(error) if error is not None else 0
-        if code == EXIT_FAILED:
+        if code == EXIT_FAILED and not isinstance(error.__cause__ if error is not None else None, StepFailed):
             self._machine.report("a process failed", f"{self.name}: {error!r}")
         self.has_left = True
         self._end_after_main(code)
@@ -194,7 +199,7 @@ class SimulatedProcess:
             return
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
         if code or self._machine.orderly.is_signalled_by_hand(self):
-            self._machine.died_at.add(self._machine.timeline.now)
+            self._count_death()
         self._machine.orderly.on_exit(self, code)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
@@ -208,12 +213,18 @@ class SimulatedProcess:
         """Ends the process with its host. No kernel is left to tell its peers."""
         if self.loop.is_dead:
             return
-        self._machine.died_at.add(self._machine.timeline.now)
+        self._count_death()
         for loop in self.loops:
             loop.kill()
         silent_s = self._machine.timeline.rng.uniform(*SILENT_S)
         self._machine.world.call_later(silent_s, self._close_connections)
         self._on_end(EXIT_LOST)
+
+    def _count_death(self) -> None:
+        """Counts the death of the process once: proxies may be told of it before it has exited."""
+        if not self._has_died:
+            self._has_died = True
+            self._machine.died_at.add(self._machine.timeline.now)
 
     def _close_connections(self) -> None:
         self._machine.switch.on_killed(self.name)
@@ -308,10 +319,11 @@ class SimulatedWorker(SimulatedProcess):
         grammars, adapters = attachments(self.loop, machine.timeline.rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        faults = StepFaults(machine, self.name, lambda: self.worker._scheduler)
-        rules = StepRules(machine, self.name, lambda: self.worker._scheduler)
+        rules = StepRules(
+            self.name, lambda: self.worker._scheduler, machine.report, machine.num_cached_tokens.setdefault
+        )
         self.engine = new_engine(
-            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed,
+            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, self._why_step_fails,
             rules.on_step,
         )  # fmt: skip
         self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
@@ -320,6 +332,29 @@ class SimulatedWorker(SimulatedProcess):
             ranks, loaded, blocks, 1024, engine, pools, connectors,
             grammars, adapters, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
+
+    def _why_step_fails(self) -> BaseException | None:
+        """Returns an error if the oldest step fails. Memory is never short for the smallest chunk of a prompt."""
+        machine, shape = self._machine, self._machine.shape
+        if not machine.has_faults or not (shape.step_failure_share or shape.no_memory_share):
+            return None
+        step, draw = self.worker._scheduler._steps[0], machine.timeline.rng.random()
+        if draw < shape.step_failure_share:
+            machine.num_failed_requests += self._num_requests_in_step()
+            machine.note("%s: a step fails", self.name)
+            return StepFailed("on purpose")
+        is_large = step.num_prompt_tokens > MIN_BATCHED_TOKENS or not step.has_prompts
+        if is_large and draw < shape.step_failure_share + shape.no_memory_share:
+            machine.note("%s: a step has not enough memory", self.name)
+            return OutOfDeviceMemory("on purpose")
+        return None
+
+    def _num_requests_in_step(self) -> int:
+        """Returns how many prompts have a part in the oldest step."""
+        scheduler = self.worker._scheduler
+        running = scheduler.decode.running.steps
+        sequences = running[0].sequences if running else []
+        return len({id(each.prompt) for each in sequences}) + len(scheduler.prefill._step.prompts)
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
         machine, rng, num_ranks = self._machine, self._machine.timeline.rng, len(self.pids)
@@ -405,12 +440,14 @@ class SimulatedVllmWorker(SimulatedWorker):
         return worker
 
     async def _load_vllm(self, on_report: Callable[[StepReport], None], on_failed: OnFailed) -> LoadedVllm:
-        machine, shape, config = self._machine, self._machine.shape, self._config.engine
+        machine, shape = self._machine, self._machine.shape
         layout, own, blocks, connectors = self._open_pools()
         grammars, adapters = attachments(self.loop, machine.timeline.rng, lambda: self.vllm.wake())
-        self.engine = SimulatedEngine(self.loop, own, shape.step_times, False, self._on_corrupt, machine.note)
+        self.engine = SimulatedEngine(
+            self.loop, own, shape.step_times, False, self._on_corrupt, machine.note, self._why_step_fails
+        )
         self.vllm = SimulatedVllm(
-            blocks, self.engine, on_report, grammars, adapters, config.max_num_batched_tokens, config.max_num_seqs,
+            self._config.engine, blocks, self.engine, on_report, on_failed, grammars, adapters,
             machine.num_cached_tokens.setdefault,
         )  # fmt: skip
         self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
@@ -421,6 +458,17 @@ class SimulatedVllmWorker(SimulatedWorker):
         facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0)
         media = SimulatedMediaOrders
         return LoadedVllm("simulated vllm", self.pids[0], self.vllm, host, facts, media, {})
+
+    def _why_step_fails(self) -> BaseException | None:
+        """A step that fails ends vLLM's engine, and with it the worker: its requests migrate, and none fails."""
+        machine = self._machine
+        if not machine.has_faults or machine.timeline.rng.random() >= machine.shape.step_failure_share:
+            return None
+        machine.note("%s: a step fails, and the engine ends", self.name)
+        machine.num_failed_engines += 1
+        self._count_death()
+        machine.orderly.disturb("a step fails")
+        return StepFailed("on purpose")
 
     def _num_running(self) -> int:
         return 0  # vLLM preempts where there are none

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.launch.hang_detector import MAX_WORKER_SILENCE_S
+from tandem.engine.batch import Batch
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
-from tandem.simulator.answers import Wishes, answer_of, draw_wishes
-from tandem.simulator.engine import SimulatedStepTimes
-from tandem.simulator.scenario import coincidences, sick_steps, with_stop_strings
+from tandem.simulator.answers import Wishes, answer_of, draw_wishes, with_stop_string
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
 """What operators do."""
@@ -40,8 +40,14 @@ MAX_SEQUENCES = 12
 """Of one request: prompts times sequences."""
 VLLM_SHARE = 0.2
 """Share of the clusters whose workers have vLLM's engine."""
+VLLM_FAILURE_SHARE = 0.003
+"""Share of the steps that fail, at most, with vLLM's engine: each ends a worker."""
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
+READY_S = 1.0
+"""By which a cluster serves."""
+STOP_SHARE = 0.2
+"""Share of the requests with a stop string that is in their answer."""
 START_S, LOAD_S = 2.0, 15.0
 """Requests and faults begin after `START_S`, and within at most `LOAD_S`."""
 
@@ -89,6 +95,20 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class SimulatedStepTimes:
+    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence. gap_s: between steps."""
+
+    fixed_s: float = 0.004
+    per_prompt_token_s: float = 0.0001
+    per_sequence_s: float = 0.0005
+    gap_s: float = 0.0
+
+    def of(self, batch: Batch) -> float:
+        num_tokens = sum(len(item.token_ids) for item in batch.items)
+        return self.fixed_s + num_tokens * self.per_prompt_token_s + len(batch.items) * self.per_sequence_s
+
+
+@dataclass(frozen=True)
 class ClusterShape:
     """What a simulated cluster consists of. config: what its operator has set."""
 
@@ -131,7 +151,7 @@ class ClusterShape:
     max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
     step_failure_share: float = 0.0
-    """Share of the steps that fail, with all requests in them."""
+    """Share of the steps that fail, with all requests in them, or with the worker if its engine is vLLM's."""
     no_memory_share: float = 0.0
     """Share of the larger steps that do not fit into the device's memory."""
     runs_vllm: bool = False
@@ -154,6 +174,10 @@ def cluster_config(**settings: Any) -> ClusterConfig:
     few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "decode_prefill_threshold": 0}
     own: dict[str, Any] = {"model": MODEL, "served_model_name": MODEL, "drain_timeout_s": 20.0}
     return with_device_defaults(with_values(ClusterConfig(), own | few | settings), on_gpus=False)
+
+
+NewFault = Callable[..., Fault]
+Drawn = tuple[ClusterShape, tuple[Fault, ...]]
 
 
 @dataclass(frozen=True)
@@ -250,20 +274,23 @@ def draw(seed: int) -> Scenario:
     cluster = replace(cluster, exit_s=rng.choice([0.0, 0.0, 1.5]))
     if not any(fault.kind == "hang" or "launcher" in fault.kind for fault in faults):
         is_in_order = all(fault.kind in COMMANDS for fault in faults) and not cluster.failure_share
-        cluster, more = coincidences(rng, Fault, cluster, requests, is_in_order=is_in_order)
+        cluster, more = coincidences(rng, cluster, requests, is_in_order=is_in_order)
         faults += more
         if not is_in_order:
             cluster, requests = sick_steps(rng, cluster, requests)
     cluster = replace(cluster, has_role_files=rng.random() < 0.5 and cluster.num_hosts == 1)
-    if random.Random(f"vllm {seed}").random() < VLLM_SHARE:
-        cluster = _with_vllm(cluster)
+    rng = random.Random(f"vllm {seed}")
+    if rng.random() < VLLM_SHARE:
+        is_in_order = all(fault.kind in COMMANDS for fault in faults)
+        cluster = _with_vllm(cluster, 0.0 if is_in_order else rng.choice([0.0, 0.0, VLLM_FAILURE_SHARE]))
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
 
 
-def _with_vllm(cluster: ClusterShape) -> ClusterShape:
-    """Returns the cluster with vLLM's engine, which has no tiers and no second step at once. Its steps do not fail."""
+def _with_vllm(cluster: ClusterShape, step_failure_share: float) -> ClusterShape:
+    """Returns the cluster with vLLM's engine, which has no tiers and no second step at once, and reserves the memory of
+    the largest step when it starts."""
     return replace(
-        cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=0.0, no_memory_share=0.0,
+        cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=step_failure_share, no_memory_share=0.0,
         has_role_files=False,
     )  # fmt: skip
 
@@ -463,3 +490,116 @@ def crowded(
         step_times=SimulatedStepTimes(rng.choice([0.02, 0.1])),
     )
     return cluster, tuple(sorted(crowd, key=lambda each: each.at))
+
+
+# ---- events that meet each other, which is rare where moments are drawn one by one
+
+
+def with_stop_strings(rng: random.Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Gives some of the requests a stop string that ends their answers."""
+    return tuple(
+        replace(each, wishes=with_stop_string(rng, each.prompt, each.max_tokens, each.wishes))
+        if rng.random() < STOP_SHARE
+        else each
+        for each in requests
+    )
+
+
+def coincidences(rng: random.Random, cluster: ClusterShape, requests: Sequence[Request], *, is_in_order: bool) -> Drawn:
+    """Returns the cluster, with what makes such events matter, and their faults, which may be none.
+
+    is_in_order: nothing but operations happens to it, and shall.
+    """
+    at, target, other = (
+        rng.choice(requests).at + rng.choice([0.0, 0.05, 0.3, 1.0]),
+        rng.randrange(16),
+        rng.randrange(16),
+    )
+
+    def fault(kind: FaultKind, at: float, target: int = target, other: int = other, duration_s: float = 0.0) -> Fault:
+        return Fault(max(at, requests[0].at), kind, target, other, duration_s)
+
+    kind = rng.random()
+    if is_in_order:
+        if kind < 0.15:
+            return _of_operations(rng, fault, cluster, at)
+        return _of_scales(rng, fault, cluster, at) if kind < 0.25 else (cluster, ())
+    if kind < 0.05:
+        return _of_operation(rng, fault, cluster, at)
+    if kind < 0.08:
+        return _of_scales(rng, fault, cluster, at)
+    if kind < 0.11:  # a connection breaks again and again while others end, so that reports are lost
+        breaks = [fault("break connections", at + rng.uniform(0.0, 3.0)) for _ in range(rng.choice([4, 12]))]
+        ends = [fault(rng.choice(["kill", "leave", "change role"]), at + rng.uniform(0.0, 2.0), other)]
+        return replace(cluster, max_latency_s=0.08), (*breaks, *ends)
+    if kind < 0.14:  # several end at one moment
+        ends = [fault(rng.choice(["kill", "lose host"]), at, target + number, 0, 5.0) for number in range(2)]
+        return replace(cluster, num_hosts=max(2, cluster.num_hosts)), tuple(ends)
+    if kind < 0.19:  # a process wakes, is known again, and ends
+        end_at = rng.choice(requests).at + rng.uniform(0.02, 0.3)
+        wakes_at = end_at - rng.choice([0.05, 0.5, 1.5])
+        begins_at = max(READY_S, wakes_at - rng.uniform(3.0, 8.0))
+        freeze = Fault(begins_at, "freeze", target, other, max(0.1, wakes_at - begins_at))
+        return cluster, (freeze, fault("kill", end_at))
+    if kind < 0.23:  # a worker of several ranks ends while it ships
+        slow = replace(cluster, block_s=rng.choice([0.02, 0.1]), follower_exit_s=3.0)
+        ranks = {"prefill_tensor_parallel_size": 2, "decode_tensor_parallel_size": rng.choice([1, 2])}
+        both = {"tensor_parallel_size": 2}
+        kills = [fault("kill", each.at + rng.uniform(0.05, 1.0)) for each in rng.choices(requests, k=2)]
+        return slow.with_config(**(both if cluster.config.workers else ranks)), tuple(kills)
+    return cluster, ()
+
+
+def _of_scales(rng: random.Random, fault: NewFault, cluster: ClusterShape, at: float) -> Drawn:
+    """A cluster is scaled to other numbers, and sometimes back, before the first change has come about."""
+    moments = [at, at + rng.choice([0.01, 0.1, 0.3, 1.0]), at + rng.uniform(1.0, 3.0)][: rng.choice([2, 2, 3])]
+    if not cluster.config.workers:
+        cluster = cluster.with_config(prefill=1, decode=2)
+    to, fro = rng.choice([((2, 1), (1, 2)), ((2, 1), (1, 3)), ((1, 3), (3, 1))])
+    orders = tuple(fault("scale", moment, *(fro if number % 2 else to)) for number, moment in enumerate(moments))
+    return replace(cluster, max_latency_s=rng.choice([0.02, 0.08])), orders
+
+
+def _of_operations(rng: random.Random, fault: NewFault, cluster: ClusterShape, at: float) -> Drawn:
+    """One operator lets a worker leave, while another one gives others of the same phase another role."""
+    if not cluster.config.workers:
+        cluster = cluster.with_config(prefill=2, decode=2)
+    first: FaultKind = rng.choice(["drain for good", "leave", "restart all", "change role"])
+    others = [
+        fault("change role", at + rng.choice([0.0, 0.3, 2.0, 8.0]), rng.randrange(16), rng.randrange(16))
+        for _ in range(rng.choice([1, 2]))
+    ]
+    return cluster, (fault(first, at), *others)
+
+
+def _of_operation(rng: random.Random, fault: NewFault, cluster: ClusterShape, at: float) -> Drawn:
+    """A fault of the network or a delay meets an operation in order, or the processes that it has started."""
+    command: FaultKind = rng.choice(["restart all", "restart all", "drain for good", "leave", "scale", "change role"])
+    kinds: list[FaultKind] = ["one-way partition", "one-way partition", "partition", "freeze", "break connections"]
+    beside = [
+        fault(
+            rng.choice(kinds), at + rng.uniform(0.0, 6.0), rng.randrange(16), rng.randrange(16), rng.uniform(1.0, 9.0)
+        )
+        for _ in range(rng.choice([1, 3]))
+    ]
+    return cluster.with_config(proxies=max(2, cluster.config.proxies)), (fault(command, at), *beside)
+
+
+def sick_steps(
+    rng: random.Random, cluster: ClusterShape, requests: tuple[Request, ...]
+) -> tuple[ClusterShape, tuple[Request, ...]]:
+    """Lets many steps fail or lack memory in some clusters, while clients give up soon, often during a step."""
+    if rng.random() > 0.08:
+        return cluster, requests
+    fails = rng.random() < 0.7
+    cluster = replace(
+        cluster.with_config(max_num_batched_tokens=256, max_num_seqs=8),
+        step_failure_share=0.3 if fails else 0.0,
+        no_memory_share=0.0 if fails else 0.2,
+        step_times=SimulatedStepTimes(rng.choice([0.004, 0.1, 0.1])),
+    )
+    hasty = tuple(
+        replace(each, timeout_s=rng.uniform(0.05, 2.0)) if rng.random() < 0.5 and not each.is_of_batch else each
+        for each in requests
+    )
+    return cluster, hasty

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tandem.engine.batch import Batch
 from tandem.prefill_worker.prompt import PrefillPrompt
@@ -13,20 +12,28 @@ from tandem.prefill_worker.step import AGING_S
 from tandem.simulator.engine import NotedBlocks
 from tandem.worker.worker_scheduler import WorkerScheduler
 
-if TYPE_CHECKING:
-    from tandem.simulator.processes import Machine
-
 MAX_LATE_STEPS = 2
 """Steps by which a sequence may be late: others join or leave meanwhile."""
 
 
 class StepRules:
-    """Looks at each step of a worker before its results are known. name: of the worker."""
+    """Looks at each step of a worker before its results are known.
 
-    def __init__(self, machine: Machine, name: str, scheduler: Callable[[], WorkerScheduler]) -> None:
-        self._machine = machine
+    name: of the worker. report(rule, details): called when a rule is broken. on_cached: called with an attempt and how
+    many tokens of its prompt were cached when it began, in each of its steps; the first one counts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: Callable[[], WorkerScheduler],
+        report: Callable[[str, str], None],
+        on_cached: Callable[[str, int], object],
+    ) -> None:
         self._name = name
         self._scheduler = scheduler
+        self._report = report
+        self._on_cached = on_cached
         self._could_compute: set[int] = set()
         """Numbers of the prompts with blocks that could take part in the next step when the last one ended."""
         self._num_cached: dict[str, int] = {}
@@ -40,7 +47,7 @@ class StepRules:
         num_decoding = scheduler._steps[0].num_decoding
         for (prompt, _), item in zip(scheduler.prefill._step.chunks, batch.items[num_decoding:], strict=False):
             for attempt_id in prompt.request.attempt_ids:
-                self._machine.num_cached_tokens.setdefault(attempt_id, item.start)
+                self._on_cached(attempt_id, item.start)
         self._check_cached(scheduler)
         self._check_shares(scheduler)
         if num_decoding:
@@ -60,7 +67,7 @@ class StepRules:
                 is_equal = short.request.priority == prompt.request.priority
                 if is_equal and short.num_remaining_tokens < prompt.num_remaining_tokens:
                     transfers = f"{short.request.transfer_id} by {prompt.request.transfer_id}"
-                    self._machine.report("a short prompt is passed by a longer one", f"{self._name}: {transfers}")
+                    self._report("a short prompt is passed by a longer one", f"{self._name}: {transfers}")
         self._could_compute = {
             prompt.number for prompt in prefill.prompts.computing.values()
             if prompt.may_compute and prompt.request.num_prompt_logprobs is None
@@ -78,7 +85,7 @@ class StepRules:
             num = self._num_cached[transfer_id] = prompt.num_computed_tokens // blocks.block_size
             missing = prompt.hashes[num_before.get(transfer_id, 0) : num]
             if not prompt.ended and any(each not in blocks._by_hash for each in missing):
-                self._machine.report("computed blocks of a prompt are not cached", f"{self._name}: {transfer_id}")
+                self._report("computed blocks of a prompt are not cached", f"{self._name}: {transfer_id}")
 
     def _check_turns(self, scheduler: WorkerScheduler) -> None:
         """Sequences take turns if more of them run than one step takes."""
@@ -96,7 +103,7 @@ class StepRules:
                 num = num_missed[id(sequence)] = self._num_missed[id(sequence)] + 1
                 if num > limit:
                     details = f"{self._name}: {sequence.attempt_id} in {num} steps, {len(running.sequences)} run"
-                    self._machine.report("a running sequence is left out of steps", details)
+                    self._report("a running sequence is left out of steps", details)
         self._num_missed = num_missed
 
 

@@ -2,8 +2,9 @@
 
 A request that receives gets its blocks when it is scheduled and keeps them, also after an abort, until it is named as
 received. One that ships keeps them after its end until it is named as sent. One that runs out of blocks is preempted
-inside a step: it loses them and computes its tokens again. `simulator.engine` computes, so every block is checked when
-it is read, and a token depends on all that it should.
+inside a step: it loses them and computes its tokens again. A step that fails ends the engine: it carries out no order
+any more. `simulator.engine` computes, so every block is checked when it is read, and a token depends on all that it
+should.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.engine import StepTiming
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.lora.adapter import Adapter
@@ -36,6 +38,7 @@ from tandem.vllm_worker.scheduler.engine_orders import (
     EngineOutput,
     StepReport,
 )
+from tandem.vllm_worker.vllm_worker import OnFailed
 
 Status = Literal["waiting", "receiving", "received", "running", "ended"]
 """A request that has ended is still known while its blocks are kept."""
@@ -107,27 +110,29 @@ class VllmRequest:
 class SimulatedVllm:
     """Implements `vllm_worker.vllm_worker.EngineHandle`. Orders are carried out between steps, in order.
 
-    compute: runs steps. post: called with each report. max_tokens, max_num_seqs: of a step. on_cached: called with an
-    attempt and how many tokens of its prompt were cached when it began.
+    config: limits of a step. compute: runs steps. post: called with each report. on_failed: called with the error of a
+    step and the requests in it. on_cached: called with an attempt and how many tokens of its prompt were cached when it
+    began.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         blocks: BlockManager,
         compute: SimulatedEngine,
         post: Callable[[StepReport], None],
+        on_failed: OnFailed,
         grammars: SimulatedGrammars,
         adapters: SimulatedAdapters,
-        max_tokens: int,
-        max_num_seqs: int,
         on_cached: Callable[[str, int], object],
     ) -> None:
         self.blocks = blocks
         self.requests: dict[str, VllmRequest] = {}
         self._compute = compute
-        self._post = post
+        self._post, self._on_failed = post, on_failed
+        self._has_failed = False
         self._grammars, self._adapters = grammars, adapters
-        self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
+        self._config = config
         self._on_cached = on_cached
         self._orders: deque[Callable[[], None]] = deque()
         self._numbers = itertools.count()
@@ -172,6 +177,8 @@ class SimulatedVllm:
         self._order(lambda: None)
 
     def _order(self, carry_out: Callable[[], None]) -> None:
+        if self._has_failed:  # nothing is waiting for orders in vLLM's thread any more
+            return
         self._orders.append(carry_out)
         if self._step is None:
             self._begin_step()
@@ -266,7 +273,7 @@ class SimulatedVllm:
         None begins in a step that has taken blocks from another one.
         """
         step: list[tuple[VllmRequest, int]] = []
-        budget, num_preempted = self._max_tokens, self._num_preempted
+        budget, num_preempted = self._config.max_num_batched_tokens, self._num_preempted
         for request in sorted(self._of("running"), key=lambda each: each.turn):
             if request.status != "running" or not budget:
                 continue  # preempted by one before it
@@ -286,7 +293,7 @@ class SimulatedVllm:
                 if not self._allocate(request):
                     break
                 continue
-            if not budget or len(self._of("running")) >= self._max_num_seqs:
+            if not budget or len(self._of("running")) >= self._config.max_num_seqs:
                 break
             if request.adapter is not None and request.adapter.error is not None:
                 self._refused.append(EngineOutput(request.engine_id, [], None, request.adapter.error.to_error()))
@@ -368,8 +375,13 @@ class SimulatedVllm:
         )
 
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, timing: StepTiming) -> None:
-        assert self._step is not None and results is not None, error
+        assert self._step is not None
         step, outputs = self._step, list[EngineOutput]()
+        if error is not None:
+            self._has_failed = True
+            self._on_failed(error, [request.engine_id for request, _ in step])
+            return
+        assert results is not None
         num_prompt_tokens = sum(num for request, num in step if num > 1 or request.first_token_due)
         num_decoding = sum(num == 1 and not request.first_token_due for request, num in step)
         for (request, num_tokens), result in zip(step, results, strict=True):

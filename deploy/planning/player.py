@@ -24,11 +24,11 @@ from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.engine import SimulatedStepTimes, next_timed_token
+from tandem.simulator.engine import next_timed_token
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.sampling import VOCAB_SIZE
-from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape
+from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, SimulatedStepTimes
 from tandem.simulator.timeline import Timeline
 
 START_S = 60

@@ -22,9 +22,8 @@ from tandem.runtime.tasks import start
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.data_paths import SimulatedRank
-from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.run import hidden_logs, seeded_ids
-from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Request, cluster_config
+from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Request, SimulatedStepTimes, cluster_config
 from tandem.simulator.timeline import Timeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"

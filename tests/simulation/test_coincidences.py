@@ -1,4 +1,4 @@
-"""What `simulator.coincidences` draws: stop strings beside the least length, and events that meet."""
+"""What `simulator.scenario` draws: stop strings beside the least length, and events that meet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from tandem.simulator.answers import Wishes, answer_of, draw_wishes, with_stop_string
-from tandem.simulator.scenario import COMMANDS, READY_S, Fault, coincidences, draw
+from tandem.simulator.scenario import COMMANDS, READY_S, coincidences, draw
 
 PROMPT = tuple(range(100, 130))
 
@@ -35,14 +35,14 @@ def test_other_wishes_stay() -> None:
 def test_events_meet_in_some_seeds_and_not_before_the_cluster_serves() -> None:
     scenario = draw(3)
     drawn = [
-        coincidences(random.Random(seed), Fault, scenario.cluster, scenario.requests, is_in_order=False)[1]
+        coincidences(random.Random(seed), scenario.cluster, scenario.requests, is_in_order=False)[1]
         for seed in range(300)
     ]
     kinds = {fault.kind for faults in drawn for fault in faults}
     assert 40 < sum(map(bool, drawn)) < 120
     assert {"restart all", "scale", "break connections", "one-way partition", "kill", "freeze"} <= kinds
     in_order = [
-        coincidences(random.Random(seed), Fault, scenario.cluster, scenario.requests, is_in_order=True)[1]
+        coincidences(random.Random(seed), scenario.cluster, scenario.requests, is_in_order=True)[1]
         for seed in range(100)
     ]
     assert any(in_order) and all(fault.kind in COMMANDS for faults in in_order for fault in faults)

@@ -18,9 +18,8 @@ from tandem.protocol.messages.membership import PROXY_SILENCE_S, Role, SetWorker
 from tandem.protocol.messages.transfer import ReserveKV
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.simulator import network
-from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.network import Switch
-from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.scenario import ClusterShape, SimulatedStepTimes
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
 STEP_S = 0.06

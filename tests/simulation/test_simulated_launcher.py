@@ -12,8 +12,7 @@ from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.deploy.operations.cluster_client import LAUNCHER_TIMEOUT_S
 from tandem.protocol.messages.operations import ScaleCluster
-from tandem.simulator.engine import SimulatedStepTimes
-from tandem.simulator.scenario import FaultKind
+from tandem.simulator.scenario import FaultKind, SimulatedStepTimes
 from tandem.simulator.site import LOST_S
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 

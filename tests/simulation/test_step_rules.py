@@ -44,8 +44,7 @@ class World:
             _isolation=SimpleNamespace(is_over=True),
             _steps=[SimpleNamespace(num_decoding=2)],
         )
-        machine: Any = SimpleNamespace(report=self.report, num_cached_tokens=self.num_cached_tokens)
-        self.of_worker = StepRules(machine, "worker-0", lambda: self.scheduler)
+        self.of_worker = StepRules("worker-0", lambda: self.scheduler, self.report, self.num_cached_tokens.setdefault)
 
     def report(self, rule: str, details: str) -> None:
         self.rules.append(rule)
