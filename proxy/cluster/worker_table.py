@@ -252,19 +252,7 @@ class WorkerTable:
         assert bit == tier_bit
         self._timers.on_heard(now, worker.epoch)
         self._silent.pop(worker.worker_id, None)
-        record = self._by_epoch[worker.epoch] = WorkerRecord(
-            worker,
-            worker.role,
-            limits,
-            bit,
-            use,
-            lora_modules=message.lora_modules,
-            max_lora_rank=message.max_lora_rank,
-            quantization=message.quantization,
-            engine=message.engine,
-            numerics=message.numerics,
-            exact=message.exact,
-        )
+        record = self._by_epoch[worker.epoch] = WorkerRecord(message, worker.role, limits, bit, use)
         self._on_worker(record)
         self._rebuild()
         assert len(self._by_epoch) <= MAX_WORKERS
@@ -462,12 +450,12 @@ class WorkerTable:
         records = list(self._by_epoch.values())
         if not records:
             raise Overloaded("no worker is ready")
-        first, *others = (record.lora_modules for record in records)
+        first, *others = (record.registered.lora_modules for record in records)
         return {name: shape for name, shape in first.items() if all(other.get(name) == shape for other in others)}
 
     def max_lora_rank(self) -> int:
         """Returns the largest rank of LoRA adapters that every worker takes."""
-        return min((record.max_lora_rank for record in self._by_epoch.values()), default=MAX_RANK)
+        return min((record.registered.max_lora_rank for record in self._by_epoch.values()), default=MAX_RANK)
 
     def why_not_ready(self) -> str | None:
         """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""
@@ -505,10 +493,10 @@ class WorkerTable:
                 record.draining,
                 record.limits.max_model_len,
                 record.limits.block_size,
-                record.quantization,
-                record.engine,
-                record.numerics.digest,
-                record.exact,
+                record.registered.quantization,
+                record.registered.engine,
+                record.registered.numerics.digest,
+                record.registered.exact,
                 None if record.answers else now - record.unanswered_since,
             )
             for record in self._by_epoch.values()
@@ -516,7 +504,7 @@ class WorkerTable:
 
     def numerics(self) -> dict[str, Numerics]:
         """Returns the workers' numerics by digest."""
-        return {record.numerics.digest: record.numerics for record in self._by_epoch.values()}
+        return {record.registered.numerics.digest: record.registered.numerics for record in self._by_epoch.values()}
 
     def exactness(self) -> tuple[bool, str]:
         """Returns whether answers are exact, and what `tandem status` says of it."""
@@ -531,12 +519,14 @@ class WorkerTable:
 
     def epochs_of_other_numerics(self, digest: str) -> frozenset[str]:
         """Returns the workers on which an exact answer that began with these numerics may not continue."""
-        return frozenset(epoch for epoch, record in self._by_epoch.items() if record.numerics.digest != digest)
+        return frozenset(
+            epoch for epoch, record in self._by_epoch.items() if record.registered.numerics.digest != digest
+        )
 
     def numerics_of(self, epoch: str) -> Numerics:
         """Returns the numerics of a worker that is registered, or was lost not long ago."""
         record = self._by_epoch.get(epoch)
-        return record.numerics if record is not None else self._lost_numerics.get(epoch, Numerics())
+        return record.registered.numerics if record is not None else self._lost_numerics.get(epoch, Numerics())
 
     def _remove(self, lost: list[LostWorker]) -> MembershipChange:
         for gone in lost:
@@ -547,7 +537,7 @@ class WorkerTable:
 
     def _delete(self, epoch: str) -> None:
         record = self._by_epoch.pop(epoch)
-        self._lost_numerics[epoch] = record.numerics
+        self._lost_numerics[epoch] = record.registered.numerics
         if len(self._lost_numerics) > MAX_WORKERS:
             del self._lost_numerics[next(iter(self._lost_numerics))]
         self._on_worker(record)

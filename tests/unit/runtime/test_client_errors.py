@@ -154,7 +154,7 @@ def test_an_error_of_another_process_is_one_of_the_server_unless_it_blames_the_r
 
 QUOTES_THE_REQUEST = {
     "proxy/api/field_checks.py": "msgspec, about the body",
-    "proxy/api/gbnf.py": "the converter, about the grammar",
+    "proxy/api/grammar_checks.py": "the converter, about the grammar",
     "proxy/api/structured_output.py": "msgspec, about the schema",
     "proxy/api/responses_api/responses_chat.py": "msgspec, about a tool",
     "proxy/text/rendering.py": "msgspec, about the prompt",
