@@ -142,6 +142,7 @@ class Ticket:
             self._is_open = False
             self.give_up_waiting()
             self._admission._forget(self)
+            assert not self.waiting
 
 
 class Admission:
@@ -195,6 +196,7 @@ class Admission:
         Raises QueueFull, ClientLimitExceeded, or InvalidRequest for more sequences than could ever be admitted.
         """
         for ticket in self._to_displace(client, len(prompt_tokens), sum(prompt_tokens), priority):
+            assert ticket.can_be_displaced and ticket.priority >= priority
             ticket.give_up_waiting()
             if ticket.priority > priority:
                 ticket.on_displaced(self._full("Requests of a sooner priority came"))

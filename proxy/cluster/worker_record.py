@@ -65,6 +65,7 @@ class PromptQueue:
         return sum(n for count in (self._own, self._others) for level, n in count.items() if level <= priority)
 
     def add(self, priority: int, num_tokens: int, num_proxies: int) -> None:
+        assert num_tokens >= 0 and num_proxies >= 1
         self._own[priority] += num_tokens
         self._others[priority] += num_tokens * (num_proxies - 1)
         self.total += num_tokens * num_proxies
@@ -169,6 +170,7 @@ class WorkerUse:
 
     def add(self, num_sequences: int, num_blocks: int, num_proxies: int) -> None:
         """Counts sequences that are dispatched to the worker and promises them blocks."""
+        assert num_sequences > 0 and num_blocks >= 0 and num_proxies >= 1
         self._num_own += num_sequences
         self.num_sequences += num_sequences * num_proxies
         self._num_promised += num_blocks

@@ -91,15 +91,19 @@ class PrefixIndex:
 
     def join(self, epoch: str) -> int:
         """Adds a worker and returns the number of its bit, which it keeps until it leaves."""
+        assert epoch not in self._holders
         bit = (~self._used_bits & (self._used_bits + 1)).bit_length() - 1  # the lowest free bit
+        assert not self._used_bits >> bit & 1
         self._used_bits |= 1 << bit
         self._holders[epoch] = _Holder(bit)
         return bit
 
     def leave(self, epoch: str) -> None:
         holder = self._holders.pop(epoch)
+        assert self._used_bits >> holder.bit & 1
         self._clear(holder)
         self._used_bits &= ~(1 << holder.bit)
+        assert self._used_bits.bit_count() == len(self._holders)
 
     def apply(self, epoch: str, update: PrefixUpdate) -> None:
         """Applies an update. After a gap in the numbers the blocks are unknown until the next restart."""
@@ -121,6 +125,7 @@ class PrefixIndex:
         if len(holder.held) > MAX_BLOCKS_PER_WORKER:
             self._clear(holder)
             holder.miss()
+        assert holder.last_number is not None or not holder.held  # what is unknown is not counted on
 
     def needs_restart(self, epoch: str) -> bool:
         """Whether the worker must report all its blocks again, because an update was missed."""
@@ -312,6 +317,7 @@ class WorkerTable:
         record = self._by_epoch.get(epoch)
         if record is not None and not record.answers and message == Pong(epoch, record.last_ping):
             record.last_pong = message.number
+            assert record.answers
             self._on_worker(record)
             self._rebuild_lists()
 
