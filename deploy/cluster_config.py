@@ -24,14 +24,9 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
 from tandem.proxy.admission.browser_rules import parse_origins
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.proxy_settings import (
-    AdmissionSettings,
-    HttpSettings,
-    RecordSettings,
-    RequestSettings,
-    RoutingSettings,
-)
+from tandem.proxy.proxy_settings import AdmissionSettings, HttpSettings, RecordSettings, RoutingSettings
 from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded

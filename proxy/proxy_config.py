@@ -9,16 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.proxy_settings import (
-    AdmissionSettings,
-    HttpSettings,
-    RecordSettings,
-    RequestSettings,
-    RoutingSettings,
-)
+from tandem.proxy.proxy_settings import AdmissionSettings, HttpSettings, RecordSettings, RoutingSettings
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
 

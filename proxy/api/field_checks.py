@@ -13,6 +13,7 @@ import msgspec
 
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.api.generation_request import ALL_LOGPROBS
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.schema import (
     MAX_STOP_CHARACTERS,
     ChatCompletionRequest,
@@ -20,7 +21,6 @@ from tandem.proxy.api.schema import (
     EmbeddingRequest,
     GenerationFields,
 )
-from tandem.proxy.proxy_settings import RequestSettings
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.whole_numbers import decode_whole
 

@@ -11,6 +11,7 @@ import msgspec
 from tandem.protocol.messages.packed import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
 from tandem.proxy.admission.budgets import MAX_ANSWER_BYTES, answer_too_large
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.responses_request import ResponseOptions
 from tandem.proxy.api.structured_output import FreeReason, OutputGrammar
 from tandem.proxy.cluster.adapter_table import NamedAdapter
@@ -18,7 +19,6 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.proxy_settings import RequestSettings
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
 from tandem.proxy.text.rendering import check_prompt_length
 from tandem.runtime.errors import InvalidRequest

@@ -33,6 +33,7 @@ from tandem.proxy.api.messages_api.messages_request import (
     skip_blocks,
     to_chat,
 )
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.responses_chat import ResponseTools, without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
 from tandem.proxy.api.responses_api.responses_request import (
@@ -56,7 +57,7 @@ from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.proxy_settings import AdmissionSettings, RequestSettings
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.model_text import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.runtime.errors import InvalidRequest

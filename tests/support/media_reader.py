@@ -23,10 +23,10 @@ from tandem.protocol.messages.media import MediaItem, check_media, check_segment
 from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.sockets import new_context
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.proxy_settings import RequestSettings
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,

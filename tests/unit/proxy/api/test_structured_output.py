@@ -15,9 +15,9 @@ from tandem.engine.sampling.grammar_matcher import compile_grammar, make_tokeniz
 from tandem.engine.sampling.grammar_server import read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.proxy_settings import RequestSettings
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText

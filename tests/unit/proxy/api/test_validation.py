@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.validation import BodyDecoder, ModelFormats
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.proxy_settings import RequestSettings
 from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
