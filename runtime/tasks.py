@@ -65,3 +65,17 @@ def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s
 
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
+
+
+class LoopTurns:
+    """Lets the loop run between slices of long work. Of all that wait, one goes on in each turn of the loop.
+
+    Without the lock all of them would go on in the same turn, and the loop would be held by their number.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> None:
+        async with self._lock:
+            await asyncio.sleep(0)

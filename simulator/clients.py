@@ -39,7 +39,7 @@ def expected_errors(num_kills: int, limits: AdmissionSettings) -> set[str]:
     is_tight = limits.ttft_slo_ms or limits.max_waiting_requests < AdmissionSettings().max_waiting_requests
     codes = {"no_worker_ready", *LATE_ERRORS}
     codes |= {"overloaded"} if is_tight else set()
-    codes |= {"too_many_requests"} if limits.max_requests_per_client else set()
+    codes |= {"too_many_requests"} if is_tight or limits.max_requests_per_client else set()
     return codes | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
 
 

@@ -5,12 +5,14 @@ A client sees a token later than its proxy, so it counts at least as many sequen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.proxy.admission.admission import DEFAULT_PRIORITY, MIN_WAITING, Admission, QueueFull, Ticket
 from tandem.proxy.proxy_settings import AdmissionSettings
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import TandemError
 from tandem.simulator.scenario import Request
 
@@ -50,6 +52,7 @@ class CheckedAdmission(Admission):
     ) -> Ticket:
         self._displaced.clear()
         begun = {ticket for ticket in self._open if len(ticket.waiting) < ticket.num_sequences}
+        before = Counter(self._waiting_of)
 
         def on_this_displaced(error: QueueFull) -> None:
             self._displaced.append(admitted)
@@ -59,6 +62,9 @@ class CheckedAdmission(Admission):
         details = f"{client}, priority {priority}, {len(prompt_tokens)} sequences"
         if begun.intersection(self._displaced):
             self._report("a request that streams is displaced", details)
+        share = CLIENT_SHARE * self._max_waiting()[0]
+        if any(each.priority <= priority and before[each.client] <= share for each in self._displaced):
+            self._report("a client that has no more than its share is displaced", details)
         own = sum(ticket.num_sequences for ticket in self._open if ticket.client == client)
         if 0 < self._settings.max_requests_per_client < own:
             self._report("a client has more in flight than it may", f"{details}: {own}")
@@ -124,7 +130,11 @@ class RefusalRules:
         return any(began_at <= at <= until and priority < own for at, priority in self._asked)
 
     def _check_client(self, ended: _Open, others: list[_Open], details: str) -> None:
-        own = sum(each.num_sequences for each in others if each.client == ended.client)
+        mine = [each for each in others if each.client == ended.client]
+        own = sum(each.num_sequences for each in mine)
+        num_waiting = ended.num_sequences + sum(each.num_sequences - len(each.streams) for each in mine)
+        if self._clock() != ended.asked_at or num_waiting > CLIENT_SHARE * self._limits.max_waiting_requests:
+            return  # displaced, because others came: `CheckedAdmission` checks that the client had more than its share
         if own + ended.num_sequences <= self._limits.max_requests_per_client:
             self._report("a client is refused for what others have", f"{details}, of which {own} are its own")
 

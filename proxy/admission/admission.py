@@ -1,8 +1,10 @@
 """Limits what waits for a first token, and what one client has in flight. Pure. Requests beyond a limit are refused.
 
 The limits count requests of all priorities together. When a limit is reached, a request of a sooner priority displaces
-waiting requests of the latest priority, the newest first. A displaced request gets the refusal that it would get on
-arriving now.
+waiting requests of the latest priority, the newest first. Then it displaces those of its own priority by which another
+client exceeds its share of the places, again the newest first. So no client can keep others out, and one that is alone
+may still use every place, as in a benchmark that sends all requests at once. A displaced request gets the refusal that
+it would get on arriving now, or a 429 if its client has more than its share.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from tandem.proxy.proxy_settings import AdmissionSettings
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
 TARGET_SHARE = 0.5
@@ -89,7 +93,7 @@ class QueueFull(Overloaded):
 
 
 class ClientLimitExceeded(QueueFull):
-    """The client has as many sequences in flight as one client may have."""
+    """The client has as many sequences in flight as one client may have, or more than its share of those that wait."""
 
     code = "too_many_requests"
 
@@ -138,6 +142,7 @@ class Ticket:
             self._is_open = False
             self.give_up_waiting()
             self._admission._forget(self)
+            assert not self.waiting
 
 
 class Admission:
@@ -162,6 +167,8 @@ class Admission:
         self._open: dict[Ticket, None] = {}  # in order of admission
         self._waiting: Counter[int] = Counter()  # sequences that wait, by priority
         self._waiting_tokens: Counter[int] = Counter()  # their prompt tokens, by priority
+        self._waiting_of: Counter[str] = Counter()  # sequences that wait, by client
+        self._waiting_tokens_of: Counter[str] = Counter()  # their prompt tokens, by client
         self._served: deque[tuple[float, int]] = deque()  # (time, prompt tokens) within the speed window
         self._duration_s = 0.0  # moving average, from admission to end
 
@@ -189,10 +196,17 @@ class Admission:
         Raises QueueFull, ClientLimitExceeded, or InvalidRequest for more sequences than could ever be admitted.
         """
         for ticket in self._to_displace(client, len(prompt_tokens), sum(prompt_tokens), priority):
+            assert ticket.can_be_displaced and ticket.priority >= priority
             ticket.give_up_waiting()
-            ticket.on_displaced(self._full("Requests of a sooner priority came"))
+            if ticket.priority > priority:
+                ticket.on_displaced(self._full("Requests of a sooner priority came"))
+            else:
+                reason = "Others came, and your requests have more than their share of the places in the queue."
+                ticket.on_displaced(ClientLimitExceeded(f"{reason} Try again later.", self.retry_after_s()))
         self._waiting[priority] += len(prompt_tokens)
         self._waiting_tokens[priority] += sum(prompt_tokens)
+        self._waiting_of[client] += len(prompt_tokens)
+        self._waiting_tokens_of[client] += sum(prompt_tokens)
         self._running[client] += len(prompt_tokens)
         ticket = Ticket(self, client, prompt_tokens, priority, self._clock(), on_displaced)
         self._open[ticket] = None
@@ -223,13 +237,13 @@ class Admission:
                 self._client_retry_after_s(client),
             )
         displaced: list[Ticket] = []
-        later: list[Ticket] | None = None  # the next to be displaced comes last
+        candidates: list[Ticket] | None = None  # the next to be displaced comes last
         while (reason := self._why_full(num_sequences, num_tokens, displaced)) is not None:
-            if later is None:
-                later = self._later_than(priority)
-            if not later:
+            if candidates is None:
+                candidates = [*self._beyond_share(client, priority), *self._later_than(priority)]
+            if not candidates:
                 raise self._full(reason)
-            displaced.append(later.pop())
+            displaced.append(candidates.pop())
         return displaced
 
     def _why_full(self, num_sequences: int, num_tokens: int, displaced: list[Ticket]) -> str | None:
@@ -237,17 +251,47 @@ class Admission:
         num_waiting, num_waiting_tokens = self.num_waiting, self.num_waiting_tokens
         num_others = num_waiting - sum(ticket.num_sequences for ticket in displaced)
         num_other_tokens = num_waiting_tokens - sum(sum(ticket.waiting.values()) for ticket in displaced)
-        standing_limit = self._queue_delay.max_waiting(num_waiting) if self._queue_delay is not None else None
-        max_waiting, max_tokens = self._settings.max_waiting_requests, self._settings.max_waiting_tokens
-        if standing_limit is not None:
-            max_waiting = min(standing_limit, max_waiting)
+        max_waiting, is_standing = self._max_waiting()
+        max_tokens = self._settings.max_waiting_tokens
         # A request, or a prompt, that exceeds a limit by itself is admitted when nothing else waits.
         if num_others + num_sequences > max_waiting and (num_others or num_sequences > self._max_alone):
             reason = f"{num_waiting} requests are waiting already; the limit is {max_waiting}"
-            return reason if standing_limit is None else f"{reason} at present, so that first tokens come in time"
+            return f"{reason} at present, so that first tokens come in time" if is_standing else reason
         if max_tokens and num_others and num_other_tokens + num_tokens > max_tokens:
             return f"{num_waiting_tokens} prompt tokens are waiting already; the limit is {max_tokens}"
         return None
+
+    def _max_waiting(self) -> tuple[int, bool]:
+        """Returns how many sequences may wait at present, and whether the queue is standing, which lowers it."""
+        max_waiting = self._settings.max_waiting_requests
+        standing_limit = self._queue_delay.max_waiting(self.num_waiting) if self._queue_delay is not None else None
+        return (max_waiting, False) if standing_limit is None else (min(standing_limit, max_waiting), True)
+
+    def _beyond_share(self, client: str, priority: int) -> list[Ticket]:
+        """Requests of this priority by which a client other than this one exceeds CLIENT_SHARE of the places, or of the
+        prompt tokens that may wait, sorted so that the newest comes last."""
+        max_waiting, _ = self._max_waiting()
+        for held, limit, is_of_tokens in (
+            (self._waiting_of, max_waiting, False),
+            (self._waiting_tokens_of, self._settings.max_waiting_tokens, True),
+        ):
+            greedy, num_held = max(held.items(), key=itemgetter(1), default=("", 0))  # only one can have so much
+            # Rounded up, or two clients would displace each other in turn where few requests may wait.
+            num_beyond = num_held - math.ceil(CLIENT_SHARE * limit)
+            if not limit or num_beyond <= 0 or greedy == client:
+                continue
+            found: list[Ticket] = []
+            for ticket in reversed(self._open):
+                if ticket.client == greedy and ticket.priority == priority and ticket.can_be_displaced:
+                    size = sum(ticket.waiting.values()) if is_of_tokens else ticket.num_sequences
+                    if 0 < size <= num_beyond:
+                        found.append(ticket)
+                        num_beyond -= size
+                if not num_beyond:
+                    break
+            if found:
+                return found[::-1]
+        return []
 
     def _later_than(self, priority: int) -> list[Ticket]:
         """Requests that may be displaced, sorted so that the newest of the latest priority comes last."""
@@ -267,7 +311,13 @@ class Admission:
     def _stop_waiting(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
         self._waiting[ticket.priority] -= 1
         self._waiting_tokens[ticket.priority] -= num_tokens
+        self._waiting_of[ticket.client] -= 1
+        self._waiting_tokens_of[ticket.client] -= num_tokens
         assert self._waiting[ticket.priority] >= 0 and self._waiting_tokens[ticket.priority] >= 0
+        assert self._waiting_of[ticket.client] >= 0 and self._waiting_tokens_of[ticket.client] >= 0
+        if not self._waiting_of[ticket.client]:
+            assert not self._waiting_tokens_of[ticket.client]
+            del self._waiting_of[ticket.client], self._waiting_tokens_of[ticket.client]
         if not is_served:
             return
         if self._queue_delay is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +10,45 @@ from contextlib import contextmanager, nullcontext
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, InvalidRequest, Overloaded
+
+
+class ClientBudget(ABC):
+    """Counts what each client holds of something that all share. A subclass says how much is too much.
+
+    What is taken is given back once, in the same amount. A client that holds nothing takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._by_client: Counter[str] = Counter()
+        self.num_held = 0
+        """Of all clients. Kept beside the counts, because a proxy may have many thousands of clients."""
+
+    @abstractmethod
+    def check(self, client: str, number: int) -> None:
+        """Raises an error if the client, or all clients together, may not hold so many more."""
+
+    def take(self, client: str, number: int = 1) -> None:
+        """Counts until `give_back`. Raises like `check`, and counts nothing then."""
+        self.check(client, number)
+        self._by_client[client] += number
+        self.num_held += number
+
+    def give_back(self, client: str, number: int = 1) -> None:
+        self._by_client[client] -= number
+        self.num_held -= number
+        assert self.num_held >= self._by_client[client] >= 0, "more given back than taken"
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+    @contextmanager
+    def hold(self, client: str, number: int = 1) -> Iterator[None]:
+        """Takes until the end of the context. Raises like `check`."""
+        self.take(client, number)
+        try:
+            yield
+        finally:
+            self.give_back(client, number)
+
 
 _RESERVE, _MAX_RESERVE_SHARE = 512, 1 / 8
 """Descriptors that are never given away, and how much of a low limit they may be. They are for what is opened between
@@ -19,7 +58,7 @@ _NUM_MEASUREMENTS = 3
 UNLIMITED = 1 << 20
 
 
-class DescriptorBudget:
+class DescriptorBudget(ClientBudget):
     """The file descriptors of one proxy.
 
     A descriptor is taken before it is opened, so a request that would need one too many is refused, and the process
@@ -35,19 +74,15 @@ class DescriptorBudget:
     """
 
     def __init__(self, limit: int = UNLIMITED, wanted_connections: int = 8192, num_open: int = 0) -> None:
+        super().__init__()
         self._usable = limit - min(_RESERVE, int(limit * _MAX_RESERVE_SHARE))
         self.max_connections = max(1, min(wanted_connections, (self._usable - num_open) // 2))
         self._measured = deque([num_open], maxlen=_NUM_MEASUREMENTS)
-        self._taken: Counter[str] = Counter()
 
     @property
     def max_batches(self) -> int:
         """Batches that may run at the same time. Each has two files open, which are measured."""
         return max(1, self.room // 16)
-
-    @property
-    def num_taken(self) -> int:
-        return self._taken.total()
 
     @property
     def room(self) -> int:
@@ -56,80 +91,49 @@ class DescriptorBudget:
 
     def measure(self, num_open: int, num_connections: int) -> None:
         """Notes how many descriptors are open, and how many of them are clients' connections."""
-        self._measured.append(max(0, num_open - num_connections - self.num_taken))
+        self._measured.append(max(0, num_open - num_connections - self.num_held))
 
-    def take(self, client: str, number: int = 1) -> None:
-        """Counts descriptors until `give_back`. Raises ClientShareExceeded or Overloaded, and counts nothing then."""
-        room, num_own = self.room, self._taken[client]
+    def check(self, client: str, number: int) -> None:
+        """Raises ClientShareExceeded or Overloaded."""
+        room, num_own = self.room, self._by_client[client]
         if num_own + number > int(room * CLIENT_SHARE):
             raise ClientShareExceeded(
                 f"Your requests have {num_own} of the {int(room * CLIENT_SHARE)} file descriptors that one client may "
                 "have open for downloads, uploads, large bodies and images. Send fewer at once, read the answers, and "
                 "try again."
             )
-        if self.num_taken + number > room:
+        if self.num_held + number > room:
             raise Overloaded(
-                f"Requests have {self.num_taken} of {room} file descriptors open; try again later. The operator can "
+                f"Requests have {self.num_held} of {room} file descriptors open; try again later. The operator can "
                 "raise `ulimit -n`."
             )
-        self._taken[client] += number
-
-    def give_back(self, client: str, number: int = 1) -> None:
-        self._taken[client] -= number
-        assert self._taken[client] >= 0, "more descriptors given back than taken"
-        if not self._taken[client]:
-            del self._taken[client]
-
-    @contextmanager
-    def hold(self, client: str, number: int = 1) -> Iterator[None]:
-        """Takes descriptors until the end of the context. Raises like `take`."""
-        self.take(client, number)
-        try:
-            yield
-        finally:
-            self.give_back(client, number)
 
 
-class ByteBudget:
+class ByteBudget(ClientBudget):
     """Bytes of requests that wait to be read. max_bytes: of all clients together, three quarters of it of one."""
 
     def __init__(self, max_bytes: int) -> None:
+        super().__init__()
         self._max_bytes = max_bytes
-        self._by_client: Counter[str] = Counter()
-        self.num_bytes = 0
 
-    def add(self, client: str, num_bytes: int) -> None:
-        """num_bytes: below 0 if they are no longer held. Raises ClientShareExceeded or Overloaded without room."""
-        if num_bytes > 0:
-            if self._by_client[client] + num_bytes > self._max_bytes * CLIENT_SHARE:
-                raise ClientShareExceeded(
-                    "Your large requests that are waiting to be read have as many bytes as those of one client may "
-                    "have; send fewer at once, and try again later."
-                )
-            if self.num_bytes + num_bytes > self._max_bytes:
-                raise Overloaded("too many large requests are waiting to be read; try again later")
-        self.num_bytes += num_bytes
-        self._by_client[client] += num_bytes
-        if not self._by_client[client]:
-            del self._by_client[client]
-
-    @contextmanager
-    def hold(self, client: str, num_bytes: int) -> Iterator[None]:
-        """Counts bytes until the end of the context. Raises like `add`."""
-        self.add(client, num_bytes)
-        try:
-            yield
-        finally:
-            self.add(client, -num_bytes)
+    def check(self, client: str, number: int) -> None:
+        """Raises ClientShareExceeded or Overloaded."""
+        if self._by_client[client] + number > self._max_bytes * CLIENT_SHARE:
+            raise ClientShareExceeded(
+                "Your large requests that are waiting to be read have as many bytes as those of one client may have; "
+                "send fewer at once, and try again later."
+            )
+        if self.num_held + number > self._max_bytes:
+            raise Overloaded("too many large requests are waiting to be read; try again later")
 
 
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 256, 128
 """Calls of `/tokenize` and `/detokenize` per proxy that may be worked on or wait for a process. One client may have
 half of them, because clients behind a load balancer share its address."""
-_RETRY_AFTER_S = 1
+_CALL_RETRY_AFTER_S = 1
 
 
-class ClientSlots:
+class ClientSlots(ClientBudget):
     """Limits the calls in flight that need no worker, in all and of each client.
 
     descriptors: where each call opens files; num_files: how many.
@@ -142,34 +146,31 @@ class ClientSlots:
         descriptors: DescriptorBudget | None = None,
         num_files: int = 1,
     ) -> None:
+        super().__init__()
         self._descriptors = descriptors
         self._num_files = num_files
         self._max_total = max_total
         self._max_per_client = max_per_client
-        self._by_client: Counter[str] = Counter()
 
-    @contextmanager
-    def hold(self, client: str) -> Iterator[None]:
-        """Counts a call until the end of the context. Raises ClientLimitExceeded or QueueFull; where calls open files,
-        also ClientShareExceeded or Overloaded."""
-        if self._by_client[client] >= self._max_per_client:
+    def check(self, client: str, number: int) -> None:
+        """Raises ClientLimitExceeded or QueueFull."""
+        if self._by_client[client] + number > self._max_per_client:
             raise ClientLimitExceeded(
                 f"{self._max_per_client} of your calls are in flight, which is the limit for each client; "
                 "wait for an answer before the next call.",
-                _RETRY_AFTER_S,
+                _CALL_RETRY_AFTER_S,
             )
-        if self._by_client.total() >= self._max_total:
+        if self.num_held + number > self._max_total:
             raise QueueFull(
-                f"{self._max_total} calls are in flight, which is the limit; try again later.", _RETRY_AFTER_S
+                f"{self._max_total} calls are in flight, which is the limit; try again later.", _CALL_RETRY_AFTER_S
             )
-        self._by_client[client] += 1
-        try:
-            with self._descriptors.hold(client, self._num_files) if self._descriptors is not None else nullcontext():
-                yield
-        finally:
-            self._by_client[client] -= 1
-            if not self._by_client[client]:
-                del self._by_client[client]
+
+    @contextmanager
+    def hold(self, client: str, number: int = 1) -> Iterator[None]:
+        """Counts calls until the end of the context. Raises like `check`, and like `DescriptorBudget.check`."""
+        files = self._descriptors.hold(client, self._num_files) if self._descriptors is not None else nullcontext()
+        with super().hold(client, number), files:
+            yield
 
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -179,45 +180,30 @@ MAX_HELD_BYTES = 2 << 30
 UNCOUNTED_BYTES = 1 << 20
 """Bytes of each answer that do not count, so that small answers are not refused because others are large. The number
 of connections limits them."""
-_CLIENT_SHARE = 0.5
+_ANSWER_SHARE = 0.5
 """Less than `runtime.client_share.CLIENT_SHARE`: answers of three quarters of the memory may have so many sequences
 that one client fills the limit on those that wait for a first token, which knows no clients."""
-_RETRY_AFTER_S = 5
+_ANSWER_RETRY_AFTER_S = 5
 
 
-class AnswerBudget:
-    """What all answers may take of the memory. num_held_bytes: of all answers, as far as they count."""
+class AnswerBudget(ClientBudget):
+    """What all answers may take of the memory, as far as they count. max_bytes: of one answer."""
 
     def __init__(self, max_bytes: int = MAX_ANSWER_BYTES, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+        super().__init__()
         self.max_bytes = max_bytes
         self._max_held_bytes = max_held_bytes
-        self._by_client: Counter[str] = Counter()
-        self._turn = asyncio.Lock()
-        self.num_held_bytes = 0
 
-    async def turn(self) -> None:
-        """Lets the loop run. Of all answers that are being encoded, one continues in each turn of the loop."""
-        async with self._turn:
-            await asyncio.sleep(0)
-
-    def hold(self, client: str, num_bytes: int) -> None:
+    def check(self, client: str, number: int) -> None:
         """Raises ClientLimitExceeded or QueueFull."""
-        max_of_client = int(_CLIENT_SHARE * self._max_held_bytes)
-        if self._by_client[client] + num_bytes > max_of_client:
+        max_of_client = int(_ANSWER_SHARE * self._max_held_bytes)
+        if self._by_client[client] + number > max_of_client:
             raise ClientLimitExceeded(
                 f"Your answers would take more than {max_of_client >> 20} MiB; read them before the next request.",
-                _RETRY_AFTER_S,
+                _ANSWER_RETRY_AFTER_S,
             )
-        if self.num_held_bytes + num_bytes > self._max_held_bytes:
-            raise QueueFull("Large answers take all memory that they may take. Try again later.", _RETRY_AFTER_S)
-        self._by_client[client] += num_bytes
-        self.num_held_bytes += num_bytes
-
-    def release(self, client: str, num_bytes: int) -> None:
-        self.num_held_bytes -= num_bytes
-        self._by_client[client] -= num_bytes
-        if not self._by_client[client]:
-            del self._by_client[client]
+        if self.num_held + number > self._max_held_bytes:
+            raise QueueFull("Large answers take all memory that they may take. Try again later.", _ANSWER_RETRY_AFTER_S)
 
 
 class HeldAnswer:
@@ -230,14 +216,14 @@ class HeldAnswer:
         self._num_counted_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Counts what the answer will probably take, before the work. Raises as `AnswerBudget.hold`."""
+        """Counts what the answer will probably take, before the work. Raises like `AnswerBudget.check`."""
         more = num_bytes - UNCOUNTED_BYTES - self._num_counted_bytes
         if more > 0:
-            self._budget.hold(self._client, more)
+            self._budget.take(self._client, more)
             self._num_counted_bytes += more
 
     def grow(self, num_bytes: int) -> None:
-        """Raises InvalidRequest if the answer is too large, and as `AnswerBudget.hold`."""
+        """Raises InvalidRequest if the answer is too large, and like `AnswerBudget.check`."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._budget.max_bytes:
             raise answer_too_large(self._budget.max_bytes)
@@ -246,7 +232,7 @@ class HeldAnswer:
     def release(self) -> None:
         """Idempotent."""
         if self._num_counted_bytes:
-            self._budget.release(self._client, self._num_counted_bytes)
+            self._budget.give_back(self._client, self._num_counted_bytes)
             self._num_counted_bytes = 0
 
 

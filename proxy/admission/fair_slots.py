@@ -108,6 +108,7 @@ class FairSlots:
 
     def release(self, client: str) -> None:
         self._held[client] -= 1
+        assert self._held[client] >= 0
         if not self._held[client]:
             del self._held[client]
         self._grant()
@@ -160,4 +161,6 @@ class FairSlots:
 
     def _give(self, client: str, turn: Turn) -> None:
         self._held[client] += 1
+        assert self._held[client] <= self._max_per_client and self._held.total() <= self._num_slots
+        assert self._alone is not turn or self._held.total() == 1
         turn.set_result(None)

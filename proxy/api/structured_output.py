@@ -354,18 +354,12 @@ def served_choice(
     return replace(choice, allowed_tools=replace(allowed, tools=served))
 
 
-def without_unknown_tools(body: bytes) -> bytes | None:
-    """Returns the body whose tools of unknown types have no field but their type; None if there is none to leave out.
+def skip_tools(body: dict[str, Any]) -> bool:
+    """Leaves tools of unknown types no field but their type. Returns whether there were any.
 
-    Providers have tools that look like functions, such as Moonshot's `builtin_function` of the name `$web_search`. It
-    decodes and encodes the whole body, so it is for bodies that were refused.
+    Providers have tools that look like functions, such as Moonshot's `builtin_function` of the name `$web_search`.
     """
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    found = isinstance(document, dict) and keep_types(document.get("tools"), SERVED_TOOLS)
-    return msgspec.json.encode(document) if found else None
+    return keep_types(body.get("tools"), SERVED_TOOLS)
 
 
 def custom_names(request: ChatCompletionRequest) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,8 +30,8 @@ from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequ
 from tandem.proxy.api.messages_api.messages_request import (
     CountTokensRequest,
     MessageRequest,
+    skip_blocks,
     to_chat,
-    without_unknown_blocks,
 )
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.responses_chat import ResponseTools, without_references, without_unknown
@@ -39,7 +40,7 @@ from tandem.proxy.api.responses_api.responses_request import (
     InputItem,
     ResponseRequest,
     options_of,
-    without_unknown_fields,
+    skip_items_and_tools,
 )
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
@@ -51,7 +52,7 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
-from tandem.proxy.api.structured_output import custom_names, keep_served_tools, plan_output, without_unknown_tools
+from tandem.proxy.api.structured_output import custom_names, keep_served_tools, plan_output, skip_tools
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.parsers.reasoning import ReasoningFormat
@@ -90,6 +91,20 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    """What is known of the form of a model's prompts and answers, from its files and the operator's settings."""
+
+    tools: ToolFormat = ToolFormat()  # noqa: RUF009  # frozen
+    """How it writes tool calls."""
+    reasoning: ReasoningFormat | None = None
+    """How it writes its thinking; None if that is not known."""
+    sampling: SamplingDefaults = SamplingDefaults()  # noqa: RUF009  # frozen
+    embedding: EmbeddingDefaults = EmbeddingDefaults()  # noqa: RUF009  # frozen
+    has_short_call_ids: bool = False
+    """Whether its chat template demands ids of calls of nine letters and digits."""
+
+
 class BodyDecoder:
     """Decodes and checks bodies. All methods raise InvalidRequest.
 
@@ -101,27 +116,19 @@ class BodyDecoder:
         served_model_name: str,
         settings: RequestSettings = RequestSettings(),  # noqa: B008  # frozen
         admission: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
-        tool_format: ToolFormat | None = None,
-        reasoning: ReasoningFormat | None = None,
-        max_media: int = 0,
-        sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
+        formats: ModelFormats = ModelFormats(),  # frozen
         adapters: AdapterTable | None = None,
-        embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
-        has_short_call_ids: bool = False,
+        max_media: int = 0,
     ) -> None:
         max_waiting, max_of_client = admission.max_waiting_requests, admission.max_requests_per_client
         self._max_sequences = min(max_waiting, max_of_client or max_waiting)
         self._max_inputs = min(max(max_waiting, MAX_INPUTS), max_of_client or MAX_INPUTS)
         self._settings = settings
         self._adapters = adapters or AdapterTable(None, [], served_model_name)
-        self._embedding_defaults = embedding_defaults
         self._embedding = msgspec.json.Decoder(EmbeddingRequest)
-        self._sampling_defaults = sampling_defaults
         self._served_model_name = served_model_name
         self._chats = ChatPromptBuilder(settings.trust_request_chat_template, max_media)
-        self._tool_format = tool_format or ToolFormat()
-        self._reasoning = reasoning
-        self._has_short_call_ids = has_short_call_ids
+        self._formats = formats
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._response = msgspec.json.Decoder(ResponseRequest)
@@ -145,13 +152,13 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
-        request = self._decode_known(self._chat, body, without_unknown_tools)
+        request = self._decode_known(self._chat, body, skip_tools)
         keep_served_tools(request)
         return self._checked_chat(request)
 
     def message(self, body: bytes) -> GenerationRequest:
-        request = self._decode_known(self._message, body, without_unknown_blocks)
-        checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
+        request = self._decode_known(self._message, body, skip_blocks)
+        checked = self._checked_chat(*to_chat(request, self._formats.reasoning is not None))
         if request.max_tokens == 0:
             return msgspec.structs.replace(checked, max_tokens=1, is_prompt_only=True, max_tokens_param="max_tokens")
         # An answer may end where the model's context does, so that clients need not know the length of their prompt.
@@ -165,7 +172,7 @@ class BodyDecoder:
     ) -> GenerationRequest:
         """history: returns the items of a stored response and of those before it; may raise InvalidRequest. find:
         returns an item of a stored answer by its id."""
-        request = self._decode_known(self._response, body, without_unknown_fields)
+        request = self._decode_known(self._response, body, skip_items_and_tools)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
         if not isinstance(request.input, str):
             request.input = without_references(without_unknown(request.input), before, find)
@@ -181,12 +188,12 @@ class BodyDecoder:
 
     def count(self, body: bytes) -> GenerationRequest:
         """Returns a request to count the tokens of a message's prompt."""
-        request = self._decode_known(self._count_tokens, body, without_unknown_blocks)
-        return self._checked_chat(*to_chat(request, self._reasoning is not None))
+        request = self._decode_known(self._count_tokens, body, skip_blocks)
+        return self._checked_chat(*to_chat(request, self._formats.reasoning is not None))
 
     def embedding(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._embedding, body)
-        defaults = self._embedding_defaults
+        defaults = self._formats.embedding
         defaults.check()
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.input)), request.add_special_tokens is not False, "input")
         if prompt.num_prompts(self._max_inputs) > self._max_inputs:
@@ -215,7 +222,7 @@ class BodyDecoder:
 
     def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
         """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
-        request = self._decode_known(self._tokenize, body, without_unknown_tools)
+        request = self._decode_known(self._tokenize, body, skip_tools)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if request.prompt is not None:
@@ -241,17 +248,22 @@ class BodyDecoder:
             )
         return request
 
-    def _decode_known(
-        self, decoder: msgspec.json.Decoder[R], body: bytes, without_unknown: Callable[[bytes], bytes | None]
-    ) -> R:
-        """Decodes a body that may have parts of types that are skipped. without_unknown: returns the body without them,
-        or None if it has none."""
+    def _decode_known(self, decoder: msgspec.json.Decoder[R], body: bytes, skip: Callable[[dict[str, Any]], bool]) -> R:
+        """Decodes a body that may have parts of types that are skipped.
+
+        skip: takes such parts out of the body, as JSON; returns whether there were any. Only bodies that were refused
+        are decoded and encoded for it.
+        """
         try:
             return self._decode(decoder, body)
         except InvalidRequest:
-            if (kept := without_unknown(body)) is None:
+            try:
+                document = msgspec.json.decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                document = None
+            if not isinstance(document, dict) or not skip(document):
                 raise
-        return self._decode(decoder, kept)
+        return self._decode(decoder, msgspec.json.encode(document))
 
     def _adapter(self, model: str | None) -> NamedAdapter | None:
         return self._adapters.get(model) if model and model != self._served_model_name else None
@@ -288,7 +300,7 @@ class BodyDecoder:
         check_logprobs(request, self._settings)
         if request.use_beam_search:
             check_beam_search(request, is_prompt_only)
-        request = self._sampling_defaults.fill(request)
+        request = self._formats.sampling.fill(request)
         if is_prompt_only:
             max_tokens = 1
         min_tokens = request.min_tokens or 0
@@ -309,14 +321,14 @@ class BodyDecoder:
                 "stream_options requires stream; set stream to true or leave it out.", "stream_options"
             )
         budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
-        if budget is not None and self._reasoning is None:
+        if budget is not None and self._formats.reasoning is None:
             raise InvalidRequest(
                 f"thinking_token_budget is {budget}, but this server knows no thinking of its model; leave it out, or "
                 "start the server with --reasoning-parser.",
                 "thinking_token_budget",
             )
-        reasoning = self._reasoning if is_chat or budget is not None else None
-        output = plan_output(request, self._tool_format)
+        reasoning = self._formats.reasoning if is_chat or budget is not None else None
+        output = plan_output(request, self._formats.tools)
         if request.use_beam_search and output.param is not None:
             raise InvalidRequest(f"{output.param} is not supported with use_beam_search; leave one out.", output.param)
         if isinstance(prompt, ChatPrompt):
@@ -325,7 +337,7 @@ class BodyDecoder:
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
-            default_max_tokens=self._sampling_defaults.max_new_tokens if is_chat else COMPLETION_DEFAULT_MAX_TOKENS,
+            default_max_tokens=self._formats.sampling.max_new_tokens if is_chat else COMPLETION_DEFAULT_MAX_TOKENS,
             max_tokens_param=max_tokens_param,
             base_sampling=sampling,
             adapter=self._adapter(request.model),
@@ -337,11 +349,11 @@ class BodyDecoder:
             is_prompt_only=is_prompt_only,
             output_grammar=output.grammar,
             grammar_param=output.param or "",
-            tool_format=self._tool_format.with_tools(output.arguments or {}) if output.may_call else None,
-            has_short_call_ids=self._has_short_call_ids,
+            tool_format=self._formats.tools.with_tools(output.arguments or {}) if output.may_call else None,
+            has_short_call_ids=self._formats.has_short_call_ids,
             reasoning=reasoning,
             skip_special_tokens=request.skip_special_tokens is not False
-            and not (output.may_call and self._tool_format.has_special_markers)
+            and not (output.may_call and self._formats.tools.has_special_markers)
             and not (reasoning is not None and reasoning.has_special_markers),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None

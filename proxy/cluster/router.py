@@ -221,7 +221,7 @@ class Router:
             itl_s,
             num_blocks,
             prefill.role == "decode",
-            prefill.numerics.digest if prefill.exact else "",
+            prefill.registered.numerics.digest if prefill.registered.exact else "",
         )
 
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:

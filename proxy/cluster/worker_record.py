@@ -21,12 +21,11 @@ from tandem.protocol.messages.membership import (
     PairChanges,
     PairStatus,
     PairTraffic,
+    RegisterWorker,
     Role,
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.protocol.messages.numerics import Numerics
-from tandem.runtime.files.lora_files import MAX_RANK
 
 _LEAST_SPEED_SHARE = 0.5
 """Least share of its speed at which a worker computes prompts beside any number of sequences. Workers keep to it
@@ -66,6 +65,7 @@ class PromptQueue:
         return sum(n for count in (self._own, self._others) for level, n in count.items() if level <= priority)
 
     def add(self, priority: int, num_tokens: int, num_proxies: int) -> None:
+        assert num_tokens >= 0 and num_proxies >= 1
         self._own[priority] += num_tokens
         self._others[priority] += num_tokens * (num_proxies - 1)
         self.total += num_tokens * num_proxies
@@ -170,6 +170,7 @@ class WorkerUse:
 
     def add(self, num_sequences: int, num_blocks: int, num_proxies: int) -> None:
         """Counts sequences that are dispatched to the worker and promises them blocks."""
+        assert num_sequences > 0 and num_blocks >= 0 and num_proxies >= 1
         self._num_own += num_sequences
         self.num_sequences += num_sequences * num_proxies
         self._num_promised += num_blocks
@@ -283,9 +284,10 @@ class ModelLimits:
 class WorkerRecord:
     """One registered worker with its last report."""
 
-    worker: WorkerInfo
+    registered: RegisterWorker
+    """What it said when it registered."""
     role: Role
-    """The current role; that of `worker` is the one at registration."""
+    """The current role."""
     limits: ModelLimits
     bit: int
     """Its number in both prefix indices."""
@@ -298,18 +300,6 @@ class WorkerRecord:
     decode_peers: dict[str, WorkerRecord] = field(default_factory=dict)
     """Workers that decode prompts which this one computes, by epoch: those of its ready pairs, and itself in role any.
     """
-    lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """See RegisterWorker."""
-    max_lora_rank: int = MAX_RANK
-    """See RegisterWorker."""
-    quantization: str = ""
-    """See RegisterWorker."""
-    engine: str = ""
-    """See RegisterWorker."""
-    numerics: Numerics = field(default_factory=Numerics)
-    """See RegisterWorker."""
-    exact: bool = False
-    """See RegisterWorker."""
     role_ordered_until: float = 0.0
     """Loop time until which a report of another role is older than the order to take this one."""
     drain_ordered_until: float = 0.0
@@ -322,6 +312,11 @@ class WorkerRecord:
     """Loop time of the first Ping that it has not answered."""
     reconnect_at: float = 0.0
     """Loop time at which to connect to it again if it has not answered by then."""
+
+    @property
+    def worker(self) -> WorkerInfo:
+        """Identity with the role at registration."""
+        return self.registered.worker
 
     @property
     def info(self) -> WorkerInfo:
@@ -399,9 +394,9 @@ def _exactness(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
     by_problem: dict[str, list[str]] = {}
     by_digest: dict[str, list[WorkerRecord]] = {}
     for record in records:
-        by_digest.setdefault(record.numerics.digest, []).append(record)
-        if record.numerics.problem:
-            by_problem.setdefault(record.numerics.problem, []).append(record.worker.worker_id)
+        by_digest.setdefault(record.registered.numerics.digest, []).append(record)
+        if record.registered.numerics.problem:
+            by_problem.setdefault(record.registered.numerics.problem, []).append(record.worker.worker_id)
     reasons = [f"{problem} ({_named(names)})" for problem, names in by_problem.items()]
     if reasons:
         return False, f"no: {_listed(reasons)}"
@@ -409,7 +404,7 @@ def _exactness(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
         return True, f"yes (numerics {next(iter(by_digest))})"
     (first, *_), *others = by_digest.values()
     differences = [_difference(first, other) for other, *_ in others]
-    if all(record.exact for record in records):
+    if all(record.registered.exact for record in records):
         kinds = f"{len(by_digest)} kinds of workers, each of which continues its own answers only"
         return True, f"yes, on {kinds}: {_listed(differences)}"
     return (
@@ -423,11 +418,12 @@ def unused_kinds(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> l
 
     Exact workers pair with their own kind only, so a kind without one of the roles serves no whole request.
     """
-    exact = {record.numerics.digest for record in records if record.exact}
+    exact = {record.registered.numerics.digest for record in records if record.registered.exact}
     kinds: dict[str, list[WorkerRecord]] = {}  # all workers that are not exact pair with each other
     for record in records:
         if not record.draining:
-            kinds.setdefault(record.numerics.digest if record.numerics.digest in exact else "", []).append(record)
+            digest = record.registered.numerics.digest
+            kinds.setdefault(digest if digest in exact else "", []).append(record)
     if len(kinds) < 2:  # what is missing is then missing in the whole cluster
         return []
     serves_all = decode_may_prefill and not any(record.role in PREFILL_ROLES for record in records)
@@ -448,7 +444,7 @@ def _gets(kind: Sequence[WorkerRecord]) -> str:
 
 
 def _difference(first: WorkerRecord, second: WorkerRecord) -> str:
-    difference = first.numerics.first_difference(second.numerics)
+    difference = first.registered.numerics.first_difference(second.registered.numerics)
     assert difference is not None  # their digests differ
     field, ours, theirs = difference
     return f"{field} is {ours} on {first.worker.worker_id} and {theirs} on {second.worker.worker_id}"

@@ -91,15 +91,19 @@ class PrefixIndex:
 
     def join(self, epoch: str) -> int:
         """Adds a worker and returns the number of its bit, which it keeps until it leaves."""
+        assert epoch not in self._holders
         bit = (~self._used_bits & (self._used_bits + 1)).bit_length() - 1  # the lowest free bit
+        assert not self._used_bits >> bit & 1
         self._used_bits |= 1 << bit
         self._holders[epoch] = _Holder(bit)
         return bit
 
     def leave(self, epoch: str) -> None:
         holder = self._holders.pop(epoch)
+        assert self._used_bits >> holder.bit & 1
         self._clear(holder)
         self._used_bits &= ~(1 << holder.bit)
+        assert self._used_bits.bit_count() == len(self._holders)
 
     def apply(self, epoch: str, update: PrefixUpdate) -> None:
         """Applies an update. After a gap in the numbers the blocks are unknown until the next restart."""
@@ -121,6 +125,7 @@ class PrefixIndex:
         if len(holder.held) > MAX_BLOCKS_PER_WORKER:
             self._clear(holder)
             holder.miss()
+        assert holder.last_number is not None or not holder.held  # what is unknown is not counted on
 
     def needs_restart(self, epoch: str) -> bool:
         """Whether the worker must report all its blocks again, because an update was missed."""
@@ -252,19 +257,7 @@ class WorkerTable:
         assert bit == tier_bit
         self._timers.on_heard(now, worker.epoch)
         self._silent.pop(worker.worker_id, None)
-        record = self._by_epoch[worker.epoch] = WorkerRecord(
-            worker,
-            worker.role,
-            limits,
-            bit,
-            use,
-            lora_modules=message.lora_modules,
-            max_lora_rank=message.max_lora_rank,
-            quantization=message.quantization,
-            engine=message.engine,
-            numerics=message.numerics,
-            exact=message.exact,
-        )
+        record = self._by_epoch[worker.epoch] = WorkerRecord(message, worker.role, limits, bit, use)
         self._on_worker(record)
         self._rebuild()
         assert len(self._by_epoch) <= MAX_WORKERS
@@ -324,6 +317,7 @@ class WorkerTable:
         record = self._by_epoch.get(epoch)
         if record is not None and not record.answers and message == Pong(epoch, record.last_ping):
             record.last_pong = message.number
+            assert record.answers
             self._on_worker(record)
             self._rebuild_lists()
 
@@ -462,12 +456,12 @@ class WorkerTable:
         records = list(self._by_epoch.values())
         if not records:
             raise Overloaded("no worker is ready")
-        first, *others = (record.lora_modules for record in records)
+        first, *others = (record.registered.lora_modules for record in records)
         return {name: shape for name, shape in first.items() if all(other.get(name) == shape for other in others)}
 
     def max_lora_rank(self) -> int:
         """Returns the largest rank of LoRA adapters that every worker takes."""
-        return min((record.max_lora_rank for record in self._by_epoch.values()), default=MAX_RANK)
+        return min((record.registered.max_lora_rank for record in self._by_epoch.values()), default=MAX_RANK)
 
     def why_not_ready(self) -> str | None:
         """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""
@@ -505,10 +499,10 @@ class WorkerTable:
                 record.draining,
                 record.limits.max_model_len,
                 record.limits.block_size,
-                record.quantization,
-                record.engine,
-                record.numerics.digest,
-                record.exact,
+                record.registered.quantization,
+                record.registered.engine,
+                record.registered.numerics.digest,
+                record.registered.exact,
                 None if record.answers else now - record.unanswered_since,
             )
             for record in self._by_epoch.values()
@@ -516,7 +510,7 @@ class WorkerTable:
 
     def numerics(self) -> dict[str, Numerics]:
         """Returns the workers' numerics by digest."""
-        return {record.numerics.digest: record.numerics for record in self._by_epoch.values()}
+        return {record.registered.numerics.digest: record.registered.numerics for record in self._by_epoch.values()}
 
     def exactness(self) -> tuple[bool, str]:
         """Returns whether answers are exact, and what `tandem status` says of it."""
@@ -531,12 +525,14 @@ class WorkerTable:
 
     def epochs_of_other_numerics(self, digest: str) -> frozenset[str]:
         """Returns the workers on which an exact answer that began with these numerics may not continue."""
-        return frozenset(epoch for epoch, record in self._by_epoch.items() if record.numerics.digest != digest)
+        return frozenset(
+            epoch for epoch, record in self._by_epoch.items() if record.registered.numerics.digest != digest
+        )
 
     def numerics_of(self, epoch: str) -> Numerics:
         """Returns the numerics of a worker that is registered, or was lost not long ago."""
         record = self._by_epoch.get(epoch)
-        return record.numerics if record is not None else self._lost_numerics.get(epoch, Numerics())
+        return record.registered.numerics if record is not None else self._lost_numerics.get(epoch, Numerics())
 
     def _remove(self, lost: list[LostWorker]) -> MembershipChange:
         for gone in lost:
@@ -547,7 +543,7 @@ class WorkerTable:
 
     def _delete(self, epoch: str) -> None:
         record = self._by_epoch.pop(epoch)
-        self._lost_numerics[epoch] = record.numerics
+        self._lost_numerics[epoch] = record.registered.numerics
         if len(self._lost_numerics) > MAX_WORKERS:
             del self._lost_numerics[next(iter(self._lost_numerics))]
         self._on_worker(record)

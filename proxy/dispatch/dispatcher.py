@@ -265,6 +265,7 @@ class Dispatcher:
 
     def _wait(self, waiting: WaitingPrompt, error: NoWorkerReady) -> None:
         """Keeps the prompt until a worker is ready. Fails it with the error when it has waited for long enough."""
+        assert all(each.attempt is None for each in waiting.sequences)  # what waits is nowhere in flight
         if asyncio.get_running_loop().time() < waiting.until:
             self._waiting.append(waiting)
             self._start_retry_timer()

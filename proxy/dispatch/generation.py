@@ -45,6 +45,7 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError
+from tandem.runtime.tasks import LoopTurns
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog, RequestRecord, SequenceTimer
 
@@ -284,6 +285,8 @@ class GenerationServices:
     """A request whose first token is predicted later is refused; None for no SLO."""
     records: RecordStore | None = field(default=None, kw_only=True)
     """None where no requests are recorded."""
+    turns: LoopTurns = field(default_factory=LoopTurns, kw_only=True)
+    """Of all answers that are being encoded, one goes on in each turn of the loop."""
 
 
 @dataclass(eq=False)
@@ -324,7 +327,7 @@ class Generation:
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = services.token_text
         self.held = HeldAnswer(services.answer_budget, client)
-        self.turn = services.answer_budget.turn
+        self.turn = services.turns.next
         self.request = request
         self.record = record
         self.created = int(time.time())

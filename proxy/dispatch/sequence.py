@@ -96,6 +96,7 @@ class SharedPrefill:
         """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
         if self._has_ended:
             return False
+        assert first_token_at is None or first_token_at >= self.started_at  # both of the dispatcher's clock
         self._has_ended = True
         self._router.prefill_ended(self.route, None if first_token_at is None else first_token_at - self.started_at)
         return True
@@ -154,7 +155,9 @@ class Attempt:
     # ---- events
 
     def on_first_token(self, message: FirstToken) -> None:
+        assert message.attempt_id == self.attempt_id
         if self.first_token is None:
+            assert not self._first_released and not self._tokens and not self._num_decoded
             self._prompt_logprobs = message.prompt_logprobs
             self.first_token = msgspec.structs.replace(message, prompt_logprobs=None)
             self._release()
@@ -164,6 +167,7 @@ class Attempt:
         self._release()
 
     def on_new_token(self, token: NewToken) -> None:
+        assert token.attempt_id == self.attempt_id
         self._decode_reserved = True  # it decodes, so it has reserved
         self._decode_tokens.append(token)
         self._release()
@@ -173,11 +177,13 @@ class Attempt:
 
         Decode's may come before the first token. The attempt is over once that token has come.
         """
+        assert self.runs_on(worker)
         self._decode_reserved = True
         if worker == self.route.decode:
             self.busy_workers.clear()  # prefill has shipped all that decode needed
         else:
             self._on_worker_done(worker)
+        assert worker not in self.busy_workers
         self.preempted = True
         if worker == self.route.prefill and self.first_token is None:
             self._on_change()  # no first token will come
@@ -220,6 +226,7 @@ class Attempt:
         if not self.has_ended:  # a stream that is complete stays complete, whatever its workers do afterwards
             self.error = error
             self._on_change()
+        assert self.has_ended
 
     def take_prompt_logprobs(self) -> list[bytes] | None:
         """Returns the packed log-probabilities of the prompt once, because they are large."""
@@ -286,7 +293,7 @@ class Attempt:
             if self.finish_reason is not None:
                 break
             self._add(token)
-        self._decode_tokens.clear()
+        self._decode_tokens.clear()  # also those behind the end, which nobody may see
         assert len(self._tokens) <= 1 + self._num_decoded and self.error is None
         self._on_change()
 
@@ -398,6 +405,7 @@ class DispatchedSequence:
     def begin(self, attempt: Attempt) -> None:
         """An attempt was made, whose messages are sent next."""
         assert self.may_begin
+        assert not attempt.is_over and all(attempt.times is not each for each in self.times)
         self.attempt = attempt
         self.times.append(attempt.times)
 
@@ -408,6 +416,7 @@ class DispatchedSequence:
             if self.attempt is not None:
                 self.attempt.fail(error)
             self.notify()
+        assert not self.is_wanted and not self.may_begin
 
     def end_attempt(self) -> Attempt | None:
         attempt, self.attempt = self.attempt, None
@@ -525,6 +534,7 @@ class DispatchedSequence:
         assert self.is_open
         self.is_open = False
         self._timer.cancel()
+        assert not self.may_begin
 
     @property
     def has_encoded_media(self) -> bool:
@@ -750,6 +760,7 @@ class Trials:
         assert not self.is_running
         if self._closed is None:  # a second call must not extend the time for which others are kept out
             self._closed = _Closed(_epochs(route), now + CLOSING_S)
+        assert not self.is_running and self._closed.until <= now + CLOSING_S
 
     def begin(self, now: float, sequences: list[DispatchedSequence], route: Route) -> None:
         """The suspect's sequences were dispatched. If that may prove something, their workers are closed to others."""
@@ -762,11 +773,13 @@ class Trials:
         self._closed = _Closed(_epochs(route), now + duration_s, attempts) if is_trial else None
         for sequence in sequences:
             sequence.num_trials += is_trial
+        assert self.is_running == is_trial
 
     def give_up(self) -> None:
         """The suspect for which workers were closed is gone."""
         if not self.is_running:
             self._closed = None
+        assert self._closed is None or self._closed.attempts
 
     def on_aborted(self, now: float, attempt: Attempt) -> None:
         """Handles the end of an attempt that its workers may still compute."""

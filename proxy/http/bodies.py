@@ -17,6 +17,7 @@ from tandem.proxy.admission.budgets import ByteBudget, DescriptorBudget
 from tandem.proxy.answers.errors import BodyTooLarge, ClientTooSlow, UnsupportedContentCoding
 from tandem.proxy.answers.http_answers import ClientDisconnected
 from tandem.proxy.reading.spooled_body import SpooledBody
+from tandem.runtime.tasks import LoopTurns
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
@@ -40,7 +41,7 @@ class RequestBodies:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._bytes = ByteBudget(max_spooled_bytes)
-        self._turn_lock = asyncio.Lock()
+        self._turns = LoopTurns()  # of all large bodies, one is read or answered in each: 256 KiB take 1 ms
 
     @asynccontextmanager
     async def receive(
@@ -64,15 +65,15 @@ class RequestBodies:
                     if len(small) <= MAX_UNSPOOLED_BYTES:
                         continue
                     spooled, piece = self._spool(client), small
-                self._bytes.add(client, len(piece))
+                self._bytes.take(client, len(piece))
                 spooled.write(piece)
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:
-                self._bytes.add(client, -spooled.num_bytes)
+                self._bytes.give_back(client, spooled.num_bytes)
                 spooled.close()
                 self._descriptors.give_back(client)
-                await self._turn()  # what has been read of many bodies at once is answered in turn, too
+                await self._turns.next()  # what has been read of many bodies at once is answered in turn, too
 
     def _spool(self, client: str) -> SpooledBody:
         self._descriptors.take(client)
@@ -102,7 +103,8 @@ class RequestBodies:
             nonlocal deadline, num_bytes, num_timed_bytes
             if max(num_announced, num_bytes) > MAX_UNORDERED_BYTES:
                 came = now()
-                await self._turn()
+                # Nothing is held while a client's data is awaited, so a client that sends slowly delays no other.
+                await self._turns.next()
                 deadline += now() - came
             try:
                 async with asyncio.timeout_at(deadline):
@@ -121,14 +123,6 @@ class RequestBodies:
             return message
 
         return receive_limited
-
-    async def _turn(self) -> None:
-        """Lets the loop run. Of all large bodies, one is read or answered in each turn of the loop: 256 KiB take 1 ms.
-
-        Nothing is held while a client's data is awaited, so a client that sends slowly delays no other.
-        """
-        async with self._turn_lock:
-            await asyncio.sleep(0)
 
 
 def _check(num_bytes: int, max_bytes: int) -> None:

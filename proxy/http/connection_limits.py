@@ -70,8 +70,11 @@ class ConnectionLimits:
         self._clock = clock
         self._by_client: Counter[str] = Counter()
         self._logged_at: float | None = None
-        self.num_open = 0
         self.is_stopping = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def add(self, address: str, connection: OpenConnection) -> TooManyConnections | None:
         """Counts a connection until `remove`. Returns an error, and counts nothing, where a limit is reached."""
@@ -84,14 +87,12 @@ class ConnectionLimits:
             message = f"Your address has {num_own} connections to this proxy, which is the limit; reuse them."
             return self._refuse(TooManyFromClient(message))
         self._by_client[client] += 1
-        self.num_open += 1
         self._open[connection] = None
         return None
 
     def remove(self, address: str, connection: OpenConnection) -> None:
         client = client_network(address)
         del self._open[connection]
-        self.num_open -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:
             del self._by_client[client]

@@ -7,27 +7,119 @@ connection goes to a checked address. Redirects are followed here, each with the
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
+from tandem.proxy.admission.budgets import ClientBudget
 from tandem.proxy.admission.fair_slots import FairSlots
-from tandem.proxy.media.fetch import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MediaSource, check_num_bytes
 from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, Overloaded, client_reason
 from tandem.runtime.files.regular_file import read_regular
 from tandem.runtime.threads import post
+
+_PORTS = {"http": 80, "https": 443}
+"""Ports that URLs may name, and the default of each scheme."""
+_PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # embeds any IPv4 address (RFC 6052)
+_SITE_LOCAL = ipaddress.ip_network("fec0::/10")  # deprecated (RFC 3879); Python calls it global
+_METADATA = [
+    ipaddress.ip_network(network)
+    for network in (
+        "169.254.0.0/16",  # link-local: AWS, Azure, GCP, OpenStack, Tencent and others
+        "fe80::/10",
+        "168.63.129.16/32",  # Azure's WireServer, a public address
+        "192.0.0.192/32",  # Oracle
+        "100.100.100.200/32",  # Alibaba
+        "fd00:ec2::/32",  # AWS
+        "fd20:ce::254/128",  # GCP
+        "fd00:c1::/32",  # Oracle
+        "fd00:42::42/128",  # Scaleway
+    )
+]
+"""Addresses at which clouds give credentials to their machines. Nothing is fetched from them."""
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class RefusedURL(Exception):
+    """The URL must not be fetched. The message says why."""
+
+
+class FetchURL(NamedTuple):
+    """A URL that may be fetched. host: as DNS has it. target: of the request line, in printable ASCII."""
+
+    scheme: str
+    host: str
+    port: int
+    target: str
+
+
+class FetchPolicy:
+    """Applies `MediaLimits.allow_private_media` and `allowed_media_domains`."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._allow_private = limits.allow_private_media
+        self._domains = [_ascii_host(domain) for domain in limits.domains]
+
+    def check_url(self, url: str) -> FetchURL:
+        """Raises RefusedURL, or ValueError for an invalid host or port."""
+        parts = urlsplit(url)
+        if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None:
+            raise RefusedURL("its URL must be http or https, with a host and without a user name")
+        port = _PORTS[parts.scheme] if parts.port is None else parts.port
+        if port not in _PORTS.values() and not (self._allow_private and port):
+            raise RefusedURL(f"its URL names port {port}; this server fetches from ports 80 and 443 only")
+        host = _ascii_host(parts.hostname)
+        if self._domains and not any(_matches(host, domain) for domain in self._domains):
+            raise RefusedURL(f"its host {host[:_MAX_SHOWN]!r} is not one that this server fetches from")
+        query = f"?{quote(parts.query, safe=_PRINTABLE)}" if parts.query else ""
+        return FetchURL(parts.scheme, host, port, quote(parts.path or "/", safe=_PRINTABLE) + query)
+
+    def check_address(self, address: str) -> None:
+        """Raises RefusedURL for a cloud's metadata service and, unless private ones are allowed, for an address that is
+        not public, such as loopback, private or multicast."""
+        for ip in _meanings(address):
+            if any(ip in network for network in _METADATA):
+                raise RefusedURL(f"its address {address} is link-local or one of a cloud's metadata service")
+            if not self._allow_private and (not ip.is_global or ip.is_multicast or ip.is_reserved or ip in _SITE_LOCAL):
+                raise RefusedURL(
+                    f"its address {address} is not a public one; this server fetches from public addresses only"
+                )
+
+
+def _ascii_host(host: str) -> str:
+    """Returns the host as DNS and HTTP have it: lower case, IDNA, without a dot at the end. Raises ValueError."""
+    host = host.lower().rstrip(".")
+    return host if host.isascii() else host.encode("idna").decode()
+
+
+def _matches(host: str, domain: str) -> bool:
+    return host == domain or (domain.startswith("*.") and host.endswith(domain[1:]))
+
+
+def _meanings(address: str) -> list[IPAddress]:
+    """Returns the address, or the IPv4 addresses that an IPv6 address leads to."""
+    ip: IPAddress = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return [ip]
+    if ip in _NAT64:
+        return [ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)]
+    embedded = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+    return [found for found in embedded if found is not None] or [ip]
+
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -69,47 +161,38 @@ class _CheckedAddress(httpcore.AsyncNetworkBackend):
             await stream.aclose()
 
 
-class MediaFetcher:
-    """Downloads from http and https; belongs to one loop.
+class FetchedBytes(ClientBudget):
+    """Bytes of images and videos that were fetched and are not released. max_bytes: of all clients together."""
 
-    One client may hold at most CLIENT_SHARE of the downloads and of max_fetched_bytes.
-    """
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self.max_client_bytes = int(max_bytes * CLIENT_SHARE)
+
+    def check(self, client: str, number: int) -> None:
+        """Raises ClientShareExceeded or Overloaded."""
+        if (num_own := self._by_client[client]) + number > self.max_client_bytes:
+            raise ClientShareExceeded(
+                f"{num_own} bytes of fetched images and video of your requests are waiting to be processed; the limit "
+                f"is {self.max_client_bytes} for each client. Send fewer such requests at once, and try again later."
+            )
+        if self.num_held + number > self._max_bytes:
+            raise Overloaded(
+                f"{self.num_held} bytes of fetched images and video are waiting to be processed; try again later"
+            )
+
+
+class MediaFetcher:
+    """Downloads from http and https; belongs to one loop. One client may hold at most CLIENT_SHARE of the downloads."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
         self.policy = FetchPolicy(limits)
         self.downloads = FairSlots(MAX_DOWNLOADS, int(MAX_DOWNLOADS * CLIENT_SHARE))
-        self._held_bytes: Counter[str] = Counter()  # by client: fetched and not released
+        self.held = FetchedBytes(limits.max_fetched_bytes)
         # Not the loop's own threads: those are few, and a lookup cannot be interrupted.
         self._lookups = ThreadPoolExecutor(MAX_DOWNLOADS, "dns")
         self.ssl_context = ssl.create_default_context()
-
-    @property
-    def max_client_bytes(self) -> int:
-        return int(self.limits.max_fetched_bytes * CLIENT_SHARE)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes.total()
-
-    def hold(self, client: str, num_bytes: int) -> None:
-        """Raises ClientShareExceeded if the client's requests hold too many bytes, Overloaded if all together do."""
-        limit = self.limits.max_fetched_bytes
-        if (num_own := self._held_bytes[client]) + num_bytes > self.max_client_bytes:
-            raise ClientShareExceeded(
-                f"{num_own} bytes of fetched images and video of your requests are waiting to be processed; the limit "
-                f"is {self.max_client_bytes} for each client. Send fewer such requests at once, and try again later."
-            )
-        if self.held_bytes + num_bytes > limit:
-            raise Overloaded(
-                f"{self.held_bytes} bytes of fetched images and video are waiting to be processed; try again later"
-            )
-        self._held_bytes[client] += num_bytes
-
-    def release(self, client: str, num_bytes: int) -> None:
-        self._held_bytes[client] -= num_bytes
-        if not self._held_bytes[client]:
-            del self._held_bytes[client]
 
     def look_up(self, host: str, port: int) -> Future[Any]:
         """Starts to resolve a host name on a thread."""
@@ -135,7 +218,7 @@ class FetchedMedia:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._fetcher.release(self._client, self._num_bytes)
+        self._fetcher.held.give_back(self._client, self._num_bytes)
         self._num_bytes = 0
 
     async def fetch(self, source: MediaSource) -> None:
@@ -218,12 +301,12 @@ class FetchedMedia:
         async for piece in response.aiter_stream():
             num_bytes += len(piece)
             check_num_bytes(source, num_bytes, self._fetcher.limits)
-            if self._num_bytes + len(piece) > self._fetcher.max_client_bytes:
+            if self._num_bytes + len(piece) > self._fetcher.held.max_client_bytes:
                 raise source.refused(
-                    f"with others of the request it has more than {self._fetcher.max_client_bytes} bytes, which is "
-                    "what one client may have fetched at the same time; send smaller or fewer ones"
+                    f"with others of the request it has more than {self._fetcher.held.max_client_bytes} bytes, which "
+                    "is what one client may have fetched at the same time; send smaller or fewer ones"
                 )
-            self._fetcher.hold(self._client, len(piece))
+            self._fetcher.held.take(self._client, len(piece))
             self._num_bytes += len(piece)
             pieces.append(piece)
         return b"".join(pieces)

@@ -20,7 +20,7 @@ from tandem.proxy.api.messages_api.messages_response import TokenCount
 from tandem.proxy.api.responses_api.response_store import ItemLookup
 from tandem.proxy.api.responses_api.responses_request import InputItem
 from tandem.proxy.api.structured_output import CallGrammar, OutputGrammar
-from tandem.proxy.api.validation import BodyDecoder
+from tandem.proxy.api.validation import BodyDecoder, ModelFormats
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.source import MAX_URL_CHARACTERS, FoundMedia, SentMedia, decode_data_url, is_data_url
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
@@ -61,13 +61,15 @@ class BodyReader:
             config.served_model_name,
             config.requests,
             config.admission,
-            tool_format(config.requests.tool_call_parser, text),
-            reasoning_format(config.requests.reasoning_parser, text),
-            config.media.max_media_items if config.media_cache_endpoint else 0,
-            text.sampling_defaults,
+            ModelFormats(
+                tool_format(config.requests.tool_call_parser, text),
+                reasoning_format(config.requests.reasoning_parser, text),
+                text.sampling_defaults,
+                text.embedding_defaults,
+                text.requires_short_call_ids,
+            ),
             config.adapter_table(),
-            text.embedding_defaults,
-            text.requires_short_call_ids,
+            config.media.max_media_items if config.media_cache_endpoint else 0,
         )
         self._settings = config.requests
         self._media_limits = config.media

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 import os
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.budgets import ByteBudget, DescriptorBudget
+from tandem.proxy.admission.budgets import ByteBudget, ClientBudget, DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -81,6 +80,30 @@ class _Job(NamedTuple):
     """What the request holds until the process has answered: its place and its items' file."""
 
 
+class _Places(ClientBudget):
+    """Requests that wait for the process or are in it."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def check(self, client: str, number: int) -> None:
+        """Raises QueueFull, ClientLimitExceeded."""
+        if self.num_held + number > self._limit:
+            raise QueueFull(
+                f"{self.num_held} requests with images or video are waiting already; the limit is {self._limit}. Try "
+                "again later.",
+                _RETRY_AFTER_S,
+            )
+        max_own = math.ceil(self._limit * CLIENT_SHARE)
+        if self._by_client[client] + number > max_own:
+            raise ClientLimitExceeded(
+                f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
+                "client. Try again later.",
+                _RETRY_AFTER_S,
+            )
+
+
 class MediaPool:
     """Belongs to the proxy's loop, and owns `cache`, its connection to the media cache.
 
@@ -105,7 +128,7 @@ class MediaPool:
         self._readers = readers
         self._ttft_slo_s = ttft_slo_s
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
-        self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
+        self._places = _Places(config.media.max_waiting_media)
         self._starting = asyncio.Lock()
         self._bytes = ByteBudget(_MAX_ITEM_BYTES)
         self._process: ForkedProcess | None = None
@@ -181,8 +204,9 @@ class MediaPool:
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
         with ExitStack() as held:
-            self._take_place(client)
-            held.callback(self._give_place, client)
+            if self._config_error is not None:
+                raise InternalError(self._config_error)
+            held.enter_context(self._places.hold(client))
             held.enter_context(self._descriptors.hold(client))
             items = SpooledBody()
             held.callback(items.close)
@@ -205,31 +229,6 @@ class MediaPool:
         except BaseException:
             lease.release()
             raise
-
-    def _take_place(self, client: str) -> None:
-        """Raises QueueFull, ClientLimitExceeded, and InternalError if the model's processor cannot be loaded."""
-        if self._config_error is not None:
-            raise InternalError(self._config_error)
-        limit = self._config.media.max_waiting_media
-        if (num_waiting := self._places.total()) >= limit:
-            raise QueueFull(
-                f"{num_waiting} requests with images or video are waiting already; the limit is {limit}. Try again "
-                "later.",
-                _RETRY_AFTER_S,
-            )
-        max_own = math.ceil(limit * CLIENT_SHARE)
-        if self._places[client] >= max_own:
-            raise ClientLimitExceeded(
-                f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
-                "client. Try again later.",
-                _RETRY_AFTER_S,
-            )
-        self._places[client] += 1
-
-    def _give_place(self, client: str) -> None:
-        self._places[client] -= 1
-        if not self._places[client]:
-            del self._places[client]
 
     async def _make_again(self, sources: HeldSources, client: str) -> tuple[str, list[MadeMedia]]:
         """Makes the pixels of a running request again. Returns the id of their lease, and the pixels.

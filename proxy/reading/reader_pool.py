@@ -13,9 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +21,7 @@ import msgspec
 
 from tandem.protocol.messages.packed import BYTES_PER_TOKEN
 from tandem.proxy.admission.admission import ClientLimitExceeded
+from tandem.proxy.admission.budgets import ClientBudget
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -76,6 +75,21 @@ def reader_entries(reader: BodyReader) -> dict[str, Entry]:
     return {_ENTRY: sandbox_entry(reader, MAX_GROWN_BYTES)}
 
 
+class _PendingJobs(ClientBudget):
+    """Jobs that have not ended."""
+
+    def check(self, client: str, number: int) -> None:
+        """Raises Overloaded, ClientLimitExceeded."""
+        if self.num_held >= MAX_PENDING_JOBS:
+            raise Overloaded("too many requests are waiting to be read; try again later")
+        if (num_own := self._by_client[client]) >= MAX_PENDING_JOBS * CLIENT_SHARE:
+            raise ClientLimitExceeded(
+                f"{num_own} of your requests are waiting to be read already, which is the limit for each client. Try "
+                "again later.",
+                _RETRY_AFTER_S,
+            )
+
+
 class ReaderPool:
     """config: a fork server loads a reader by it if the one that `fork` makes is lost, or was not made.
 
@@ -88,8 +102,7 @@ class ReaderPool:
         self._server = KeptForkServer(self._spawn_server, _LOAD_TIMEOUT_S)
         self._sandboxes = SandboxPool(self._server, _ENTRY, num_processes)
         self._transforms = FairSlots(MAX_PENDING_JOBS, max(1, int(_TRANSFORM_SHARE * num_processes)))
-        self._pending: Counter[str] = Counter()
-        """Jobs by client, until they have ended."""
+        self._pending = _PendingJobs()
 
     def fork(self) -> None:
         """Forks the fork server. Must be called while this process has one thread and no loop.
@@ -135,7 +148,7 @@ class ReaderPool:
         self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object, client: str = ""
     ) -> bytes:
         """Like `run`, for a call that needs no worker. Such calls have a share of the client's processes."""
-        with self._as_pending(client):
+        with self._pending.hold(client):
             async with self._transforms.slot(client):
                 return await self._call(method, body, arguments, client)
 
@@ -147,27 +160,8 @@ class ReaderPool:
         InvalidRequest if it takes too much CPU time or memory or crashes, Overloaded, ClientLimitExceeded,
         InternalError.
         """
-        with self._as_pending(client):
+        with self._pending.hold(client):
             return await self._call(method, data, arguments, client)
-
-    @contextmanager
-    def _as_pending(self, client: str) -> Iterator[None]:
-        """Counts a job. Raises Overloaded, ClientLimitExceeded."""
-        if self._pending.total() >= MAX_PENDING_JOBS:
-            raise Overloaded("too many requests are waiting to be read; try again later")
-        if (num_own := self._pending[client]) >= MAX_PENDING_JOBS * CLIENT_SHARE:
-            raise ClientLimitExceeded(
-                f"{num_own} of your requests are waiting to be read already, which is the limit for each client. Try "
-                "again later.",
-                _RETRY_AFTER_S,
-            )
-        self._pending[client] += 1
-        try:
-            yield
-        finally:
-            self._pending[client] -= 1
-            if not self._pending[client]:
-                del self._pending[client]
 
     async def _call(
         self, method: Callable[..., T], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str

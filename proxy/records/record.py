@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -210,9 +210,3 @@ def as_float32(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return array("f", [value])[0]
-
-
-def workers_of(record: Record, sequence: RecordedSequence) -> Iterator[tuple[int, RecordedWorker]]:
-    """Yields (first token, worker) for each part of a sequence."""
-    for start, number in sequence.computed_by:
-        yield start, record.head.workers[number]

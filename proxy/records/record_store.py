@@ -92,7 +92,7 @@ class RecordStore:
         owner, num_bytes = recording.owner, recording.num_bytes
         path = self._path(owner, recording.request_id)
         try:
-            self._pending_bytes.add(owner, num_bytes)
+            self._pending_bytes.take(owner, num_bytes)
         except TandemError:
             self._drop("slow_disk", "too many records wait for the disk")
             return
@@ -100,7 +100,7 @@ class RecordStore:
         self._pending[path] = task
 
         def forget(_: object) -> None:
-            self._pending_bytes.add(owner, -num_bytes)
+            self._pending_bytes.give_back(owner, num_bytes)
             if self._pending.get(path) is task:
                 del self._pending[path]
 

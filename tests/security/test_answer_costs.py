@@ -109,7 +109,7 @@ def test_the_answer_has_every_prompts_part_in_all_its_choices() -> None:
             wanted = [None, *msgspec.to_builtins(prompt_logprobs(text, ids[1:], given, 2))]
             assert choice["prompt_logprobs"] == wanted
             assert (choice["token_ids"], choice["finish_reason"]) == ([66], "length")
-        assert cluster.services.answer_budget.num_held_bytes == 0
+        assert cluster.services.answer_budget.num_held == 0
 
     play(test, max_model_len=LIMITS.max_model_len)
 
@@ -130,7 +130,7 @@ def test_a_stream_repeats_the_prompt_once_for_each_choice() -> None:
         assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
         for chunk in chunks:
             assert chunk["choices"][0]["text"] == prompt + "b" and chunk["choices"][0]["logprobs"] == wanted
-        assert cluster.services.answer_budget.num_held_bytes == 0
+        assert cluster.services.answer_budget.num_held == 0
 
     play(test, max_model_len=LIMITS.max_model_len)
 
@@ -234,7 +234,7 @@ def test_an_answer_that_grows_too_large_fails() -> None:
         answer_first_tokens(cluster, start)
         with pytest.raises(InvalidRequest, match="more than 1 MiB"):
             await task
-        assert cluster.services.answer_budget.num_held_bytes == 0
+        assert cluster.services.answer_budget.num_held == 0
 
     play(test, max_model_len=LIMITS.max_model_len)
 
@@ -246,18 +246,18 @@ def test_memory_for_an_answer_is_reserved_before_its_prompt_is_dispatched() -> N
         large = {"prompt": [1] * 5000, "prompt_logprobs": 20, "max_tokens": 1}
         task = asyncio.create_task(whole(answers_to(cluster, read(cluster, **large))))
         [start] = await starts(cluster, 1)
-        num_reserved = budget.num_held_bytes
+        num_reserved = budget.num_held
         assert 5_000_000 < num_reserved < 10_000_000
-        budget.hold("", 20_000_000 - num_reserved)
+        budget.take("", 20_000_000 - num_reserved)
         with pytest.raises(ClientLimitExceeded):
             await whole(answers_to(cluster, read(cluster, **large)))
-        budget.hold("other", 15_000_000)
+        budget.take("other", 15_000_000)
         with pytest.raises(QueueFull):
-            budget.hold("third", 15_000_000)
+            budget.take("third", 15_000_000)
         assert len(cluster.pool.of(StartPrefill)) == 1
         answer_first_tokens(cluster, start)
         assert len(await task) < num_reserved + 1_000_000
-        assert budget.num_held_bytes == 35_000_000 - num_reserved
+        assert budget.num_held == 35_000_000 - num_reserved
 
     play(test, max_model_len=LIMITS.max_model_len)
 

@@ -187,15 +187,15 @@ def test_names_that_do_not_resolve_block_neither_other_lookups_nor_the_loop(monk
 
 def test_one_client_cannot_hold_all_fetched_bytes() -> None:
     fetcher = fetcher_with(10, max_fetched_bytes=1000)
-    fetcher.hold("attacker", 750)
+    fetcher.held.take("attacker", 750)
     with pytest.raises(ClientShareExceeded, match=r"750 bytes .* of your requests"):
-        fetcher.hold("attacker", 1)
-    fetcher.hold("another", 250)
+        fetcher.held.take("attacker", 1)
+    fetcher.held.take("another", 250)
     with pytest.raises(Overloaded) as refused:
-        fetcher.hold("third", 1)
+        fetcher.held.take("third", 1)
     assert not isinstance(refused.value, ClientShareExceeded), "the client's own requests are not the reason"
-    fetcher.release("attacker", 750)
-    fetcher.hold("third", 1)
+    fetcher.held.give_back("attacker", 750)
+    fetcher.held.take("third", 1)
     fetcher.close()
 
 

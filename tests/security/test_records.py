@@ -99,7 +99,7 @@ def test_records_are_encoded_and_written_on_a_thread_and_wait_within_their_limit
         one = answers(100_000)
         for _ in range(100):
             store.put(one, "length")
-        assert store._pending_bytes.num_bytes <= MAX_PENDING_BYTES * 0.75
+        assert store._pending_bytes.num_held <= MAX_PENDING_BYTES * 0.75
         may_write.set()
         await store.close()
 

@@ -35,7 +35,7 @@ def test_a_whole_answer_waits_outside_the_transport() -> None:
         async with served(app_with(budget)) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
             writer.write(GET)
-            await until(lambda: budget.num_held_bytes == SIZE - UNCOUNTED_BYTES)
+            await until(lambda: budget.num_held == SIZE - UNCOUNTED_BYTES)
             await asyncio.sleep(0.2)
             connection: Any
             [connection] = server.listener._server.server_state.connections
@@ -43,7 +43,7 @@ def test_a_whole_answer_waits_outside_the_transport() -> None:
             writer.write(LAST_GET)
             first, second = bodies(await reader.read())
             assert len(first) == len(second) == SIZE, "both are complete for a client that reads"
-            await until(lambda: budget.num_held_bytes == 0)
+            await until(lambda: budget.num_held == 0)
             writer.close()
 
     play(test)
@@ -55,11 +55,11 @@ def test_a_client_that_disconnects_releases_its_answer() -> None:
         async with served(app_with(budget)) as server:
             _, silent = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
             silent.write(GET)
-            await until(lambda: budget.num_held_bytes > 0)
+            await until(lambda: budget.num_held > 0)
             refusal = await server.exchange(LAST_GET)
             assert refusal.startswith(b"HTTP/1.1 429 ") and b"Your answers" in refusal
             silent.transport.abort()
-            await until(lambda: budget.num_held_bytes == 0)
+            await until(lambda: budget.num_held == 0)
             assert len(bodies(await server.exchange(LAST_GET))[0]) == SIZE
 
     play(test)
@@ -78,12 +78,12 @@ def test_no_route_can_forget_to_count() -> None:
             for number, (_, writer) in enumerate(silent[:2], start=1):
                 writer.write(GET)
                 expected = number * (SIZE - UNCOUNTED_BYTES)
-                await until(lambda expected=expected: budget.num_held_bytes == expected)
+                await until(lambda expected=expected: budget.num_held == expected)
             for _ in range(3):
                 assert (await server.exchange(LAST_GET)).startswith(b"HTTP/1.1 429 ")
             for _, writer in silent:
                 writer.transport.abort()
-            await until(lambda: budget.num_held_bytes == 0)
+            await until(lambda: budget.num_held == 0)
             answer = await server.exchange(LAST_GET)
             assert answer.startswith(b"HTTP/1.1 201 ") and b"x-own: 1" in answer and b"text/plain" in answer
             assert bodies(answer) == [b"a" * SIZE]
@@ -94,13 +94,13 @@ def test_no_route_can_forget_to_count() -> None:
 def test_one_client_cannot_use_all_of_it() -> None:
     async def test() -> None:
         budget = AnswerBudget(max_held_bytes=100)
-        budget.hold("a", 50)
+        budget.take("a", 50)
         with pytest.raises(ClientLimitExceeded, match="Your answers"):
-            budget.hold("a", 1)
-        budget.hold("b", 50)
+            budget.take("a", 1)
+        budget.take("b", 50)
         with pytest.raises(QueueFull, match="all memory"):
-            budget.hold("c", 1)
-        budget.release("a", 50)
-        budget.hold("c", 50)
+            budget.take("c", 1)
+        budget.give_back("a", 50)
+        budget.take("c", 50)
 
     play(test)

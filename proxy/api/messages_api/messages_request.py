@@ -173,16 +173,11 @@ _BLOCK_TYPES = _tags(*get_args(Block))
 _RESULT_BLOCK_TYPES = _tags(TextBlock, ImageBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock, OtherBlock)
 
 
-def without_unknown_blocks(body: bytes) -> bytes | None:
-    """Returns the body with a block of type `other` in place of each whose type is not known; None if all are known.
+def skip_blocks(body: dict[str, Any]) -> bool:
+    """Puts a block of type `other` in place of each whose type is not known. Returns whether there were any.
 
-    What a user sends for the model to see stays, and is refused. It decodes and encodes the whole body, so it is for
-    bodies that were refused.
+    What a user sends for the model to see stays, and is refused.
     """
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
     has_unknown = False
 
     def replace(blocks: Any, types: frozenset[str], *, is_user: bool = False) -> None:
@@ -197,11 +192,11 @@ def without_unknown_blocks(body: bytes) -> bytes | None:
             elif kind in ("tool_result", "mcp_tool_result"):
                 replace(block.get("content"), _RESULT_BLOCK_TYPES)
 
-    messages = document.get("messages") if isinstance(document, dict) else None
+    messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             replace(message.get("content"), _BLOCK_TYPES, is_user=message.get("role") != "assistant")
-    return msgspec.json.encode(document) if has_unknown else None
+    return has_unknown
 
 
 _CHANGING_SYSTEM_TEXT = "x-anthropic-billing-header:"

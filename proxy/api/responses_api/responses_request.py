@@ -346,17 +346,7 @@ def _listed_part(part: InputPart | str) -> InputPart:
             return InputPart(part.type, part.text)
 
 
-def without_unknown_fields(body: bytes) -> bytes | None:
-    """Returns the body whose items and tools of unknown types, which are skipped, have no field but their type.
-
-    It decodes and encodes the whole body, so it is for bodies that were refused. Returns None if there is nothing to
-    leave out.
-    """
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if not isinstance(document, dict):
-        return None
-    found = [keep_types(document.get("input"), ITEM_TYPES), keep_types(document.get("tools"), TOOL_TYPES)]
-    return msgspec.json.encode(document) if any(found) else None
+def skip_items_and_tools(body: dict[str, Any]) -> bool:
+    """Leaves items and tools of unknown types no field but their type. Returns whether there were any."""
+    found = [keep_types(body.get("input"), ITEM_TYPES), keep_types(body.get("tools"), TOOL_TYPES)]
+    return any(found)

@@ -104,7 +104,7 @@ def test_only_later_priorities_are_displaced_the_latest_first(others: list[int])
     admission = Admission(AdmissionSettings(len(others)), Clock())
     displaced: list[int] = []
     for priority in others:
-        admission.admit("a", [1], priority, lambda error, priority=priority: displaced.append(priority))
+        admission.admit(str(priority), [1], priority, lambda error, priority=priority: displaced.append(priority))
     num_later = sum(priority > 1 for priority in others)
     with pytest.raises(QueueFull):
         admission.admit("b", [1] * (num_later + 1), 1)
@@ -114,6 +114,55 @@ def test_only_later_priorities_are_displaced_the_latest_first(others: list[int])
     with pytest.raises(QueueFull):
         admission.admit("b", [1], 1)
     assert displaced == [priority for priority in sorted(others, reverse=True) if priority > 1]
+
+
+def test_a_full_queue_has_room_for_others_up_to_a_quarter() -> None:
+    """One client may have all places until another one comes, which gets those beyond three quarters."""
+    admission = Admission(AdmissionSettings(8), Clock())
+    displaced: list[tuple[str, QueueFull]] = []
+
+    def admit(client: str, name: str, num_sequences: int = 1, priority: int = 0) -> Ticket:
+        return admission.admit(client, [1] * num_sequences, priority, lambda error: displaced.append((name, error)))
+
+    streaming = admit("a", "begun", 2)
+    tickets = [admit("a", name, 3 if name == "large" else 1) for name in ("old", "large", "new", "newest")]
+    with pytest.raises(QueueFull, match="8 requests are waiting"):
+        admission.check("a")
+    streaming.on_first_token(0)
+    admit("a", "more")
+    for client in "bc":
+        admission.check(client)
+        admit(client, client)
+    assert [name for name, _ in displaced] == ["more", "newest"], "the newest first, and none that has begun"
+    assert all(tandem_error_response(some_request(), error).status_code == 429 for _, error in displaced)
+    for client in "abcd":
+        with pytest.raises(QueueFull, match="8 requests are waiting"):
+            admit(client, "too many")
+    with pytest.raises(QueueFull, match="8 requests are waiting"):
+        admit("d", "later than those of the others", priority=1)
+    for ticket in (streaming, *tickets):
+        ticket.close()
+    assert admission._waiting_of == {"b": 1, "c": 1} == admission._waiting_tokens_of
+
+
+def test_prompt_tokens_of_one_client_leave_a_quarter_to_others() -> None:
+    admission = Admission(AdmissionSettings(100, max_waiting_tokens=100), Clock())
+    displaced: list[int] = []
+    for num_tokens in (40, 25, 20, 10):
+        admission.admit("a", [num_tokens], on_displaced=lambda error, size=num_tokens: displaced.append(size))
+    admission.admit("b", [15])
+    assert displaced == [10]
+    with pytest.raises(QueueFull, match="100 prompt tokens"):
+        admission.admit("b", [10])  # the rest beyond the share is less than any request of the other client
+
+
+def test_two_clients_with_few_places_do_not_displace_each_other() -> None:
+    for limit in (1, 2, 3):
+        admission = Admission(AdmissionSettings(limit), Clock())
+        for _ in range(limit):
+            admission.admit("a", [1])
+        with pytest.raises(QueueFull):
+            admission.admit("b", [1])
 
 
 def test_each_client_gets_its_own_limit_back() -> None:

@@ -16,24 +16,24 @@ MIB = 1 << 20
 def test_a_client_holds_half_of_the_memory_in_any_number_of_answers() -> None:
     budget = AnswerBudget(max_held_bytes=100 * MIB)
     for _ in range(5):
-        budget.hold("a", 10 * MIB)
+        budget.take("a", 10 * MIB)
     with pytest.raises(ClientLimitExceeded, match="more than 50 MiB"):
-        budget.hold("a", 1)
-    assert budget.num_held_bytes == 50 * MIB, "what is refused is not counted"
-    budget.hold("b", 50 * MIB)
-    budget.release("a", 10 * MIB)
-    budget.hold("a", 10 * MIB)
+        budget.take("a", 1)
+    assert budget.num_held == 50 * MIB, "what is refused is not counted"
+    budget.take("b", 50 * MIB)
+    budget.give_back("a", 10 * MIB)
+    budget.take("a", 10 * MIB)
 
 
 def test_all_clients_together_hold_no_more_than_the_limit() -> None:
     budget = AnswerBudget(max_held_bytes=100 * MIB)
     for client in "abcd":
-        budget.hold(client, 25 * MIB)
+        budget.take(client, 25 * MIB)
     with pytest.raises(QueueFull, match="take all memory") as refused:
-        budget.hold("e", 1)
+        budget.take("e", 1)
     assert not isinstance(refused.value, ClientLimitExceeded) and refused.value.retry_after_s > 0
-    budget.release("b", 25 * MIB)
-    budget.hold("e", 25 * MIB)
+    budget.give_back("b", 25 * MIB)
+    budget.take("e", 25 * MIB)
 
 
 def test_the_first_mebibyte_of_an_answer_does_not_count() -> None:
@@ -42,9 +42,9 @@ def test_the_first_mebibyte_of_an_answer_does_not_count() -> None:
     for answer in answers:
         answer.reserve(UNCOUNTED_BYTES)
         answer.grow(UNCOUNTED_BYTES)
-    assert budget.num_held_bytes == 0
+    assert budget.num_held == 0
     answers[0].grow(2 * MIB)
-    assert budget.num_held_bytes == 2 * MIB
+    assert budget.num_held == 2 * MIB
     with pytest.raises(ClientLimitExceeded):
         answers[1].grow(1)
 
@@ -60,11 +60,11 @@ def test_an_answer_holds_the_most_that_was_reserved_or_written(parts: list[tuple
         else:
             answer.reserve(num_bytes)
         most = max(most, num_written, num_bytes)
-        assert budget.num_held_bytes == max(0, most - UNCOUNTED_BYTES)
+        assert budget.num_held == max(0, most - UNCOUNTED_BYTES)
     answer.release()
     answer.release()
-    assert budget.num_held_bytes == 0
-    budget.hold("a", 500 * MIB)
+    assert budget.num_held == 0
+    budget.take("a", 500 * MIB)
 
 
 def test_one_answer_has_a_limit_of_its_own() -> None:

@@ -12,10 +12,10 @@ def test_one_client_has_three_quarters_and_all_have_the_rest() -> None:
     budget = ByteBudget(100)
     with budget.hold("a", 75):
         with pytest.raises(ClientShareExceeded):
-            budget.add("a", 1)
+            budget.take("a", 1)
         with budget.hold("b", 25), pytest.raises(Overloaded):
-            budget.add("c", 1)
-        assert budget.num_bytes == 75
+            budget.take("c", 1)
+        assert budget.num_held == 75
     with budget.hold("b", 75):
         pass
-    assert budget.num_bytes == 0
+    assert budget.num_held == 0

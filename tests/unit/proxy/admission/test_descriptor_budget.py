@@ -40,7 +40,7 @@ def test_one_client_has_three_quarters_and_another_finds_room() -> None:
     budget.give_back("a", 10)
     with budget.hold("c", 10), pytest.raises(Overloaded):
         budget.take("c")
-    assert budget.num_taken == 390
+    assert budget.num_held == 390
 
 
 def test_what_others_open_leaves_less_room_unless_it_is_open_for_a_moment_only() -> None:
@@ -61,11 +61,11 @@ def test_calls_that_open_files_take_descriptors() -> None:
     budget = DescriptorBudget(1024, 8192, 96)
     slots = ClientSlots(500, 500, budget, num_files=2)
     with slots.hold("a"):
-        assert budget.num_taken == 2
+        assert budget.num_held == 2
         budget.take("a", 298)
         with pytest.raises(ClientShareExceeded), slots.hold("a"):
             pass
-    assert budget.num_taken == 298
+    assert budget.num_held == 298
     budget.give_back("a", 298)
     for _ in range(500):  # refused ones hold no slot
         with slots.hold("a"):
@@ -87,6 +87,6 @@ def test_the_limit_is_never_exceeded(calls: list[tuple[str, int, bool]]) -> None
                 taken[client] += number
             except Overloaded:
                 continue
-        assert budget.num_taken == taken.total() <= budget.room
+        assert budget.num_held == taken.total() <= budget.room
         assert 20 + budget.max_connections + taken.total() <= 256 - 32
         assert taken[client] <= budget.room * 0.75

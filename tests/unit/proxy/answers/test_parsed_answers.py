@@ -168,7 +168,7 @@ def test_each_call_counts_towards_the_memory_of_answers() -> None:
     choice.add(TextDelta(0, text, [], 0, "stop"))
     parsed, finish_reason = choice.parsed()
     assert (len(parsed.names), finish_reason) == (100, "tool_calls")
-    assert budget.num_held_bytes >= len(text) + 100 * 1024
+    assert budget.num_held >= len(text) + 100 * 1024
 
 
 @pytest.mark.parametrize(

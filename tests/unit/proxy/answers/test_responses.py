@@ -276,7 +276,7 @@ def test_what_an_answer_repeats_of_its_request_counts(stream: bool) -> None:
 
         def seen(self: HeldAnswer, num_bytes: int) -> None:
             grow(self, num_bytes)
-            held.append(budget.num_held_bytes)
+            held.append(budget.num_held)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HeldAnswer, "grow", seen)

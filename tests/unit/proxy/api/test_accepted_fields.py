@@ -16,13 +16,12 @@ from tandem.proxy.api.grammar_checks import GrammarChecks
 from tandem.proxy.api.schema import MAX_FUNCTIONS
 from tandem.proxy.api.structured_output import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.rendering import split_prompt
 from tandem.runtime.errors import InvalidRequest
 
-DECODER = BodyDecoder("tiny", tool_format=ToolFormat())
+DECODER = BodyDecoder("tiny")
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "send")]
 
 

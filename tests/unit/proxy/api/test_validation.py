@@ -15,7 +15,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.api.validation import BodyDecoder
+from tandem.proxy.api.validation import BodyDecoder, ModelFormats
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
@@ -287,7 +287,7 @@ def test_continuous_usage_requires_include_usage() -> None:
 
 def test_the_models_defaults_are_for_fields_that_are_left_out() -> None:
     defaults = SamplingDefaults(temperature=0.5, repetition_penalty=1.5, max_new_tokens=7)
-    decoder = BodyDecoder("tiny", sampling_defaults=defaults)
+    decoder = BodyDecoder("tiny", formats=ModelFormats(sampling=defaults))
     of_chat = decoder.chat(b'{"messages": [{"role": "user", "content": "a"}], "temperature": 0.1}')
     assert (of_chat.base_sampling.temperature, of_chat.base_sampling.repetition_penalty) == (0.1, 1.5)
     assert of_chat.stop_conditions(1, LIMITS, EOS).max_tokens == 7

@@ -123,7 +123,7 @@ def world_of(kinds: list[Numerics], exact: bool, threshold: int) -> RouterMachin
 @given(st.sampled_from([0, 64]), st.lists(st.tuples(st.integers(1, 300), st.booleans(), st.booleans()), max_size=12))
 def test_exact_answers_continue_on_equal_workers_only(threshold: int, prompts: list[tuple[int, bool, bool]]) -> None:
     world = world_of([NEWER, OLDER], True, threshold)
-    numerics = {record.worker.epoch: record.numerics.digest for record in world.table._by_epoch.values()}
+    numerics = {record.worker.epoch: record.registered.numerics.digest for record in world.table._by_epoch.values()}
     for num_tokens, needs_decode, is_newer in prompts:
         wanted = (NEWER if is_newer else OLDER).digest
         route = world.router.pick(PromptShape(num_tokens, needs_decode=needs_decode, numerics=wanted))

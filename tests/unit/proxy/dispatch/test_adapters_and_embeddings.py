@@ -17,7 +17,7 @@ from tandem.protocol.messages.dispatch import AdapterRef, FirstToken, PrepareDec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
-from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
+from tandem.proxy.api.validation import BodyDecoder, ModelFormats, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
@@ -103,7 +103,7 @@ def test_both_workers_and_the_next_attempt_get_the_adapter() -> None:
 
 def decoder(defaults: EmbeddingDefaults = EmbeddingDefaults()) -> BodyDecoder:  # noqa: B008  # frozen
     table = AdapterTable(None, [NamedAdapter("sql", REF)], "base")
-    return BodyDecoder("base", adapters=table, embedding_defaults=defaults, admission=AdmissionSettings(3))
+    return BodyDecoder("base", admission=AdmissionSettings(3), formats=ModelFormats(embedding=defaults), adapters=table)
 
 
 def test_an_adapter_is_named_as_the_model() -> None:

@@ -38,7 +38,7 @@ async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> by
         if isinstance(body, bytes):
             assert len(body) <= MAX_UNSPOOLED_BYTES
             return body
-        assert BODIES._bytes.num_bytes == body.num_bytes > MAX_UNSPOOLED_BYTES
+        assert BODIES._bytes.num_held == body.num_bytes > MAX_UNSPOOLED_BYTES
         whole = Path(body.path).read_bytes()
     assert not Path(body.path).exists()
     return whole
@@ -47,7 +47,7 @@ async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> by
 @given(st.lists(st.binary(max_size=1500).map(lambda piece: piece * 8), max_size=6))
 def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
     assert asyncio.run(read(pieces)) == b"".join(pieces)
-    assert BODIES._bytes.num_bytes == 0
+    assert BODIES._bytes.num_held == 0
 
 
 def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
@@ -60,9 +60,9 @@ def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
     async def play() -> None:
         async with AsyncExitStack() as stack:
             await hold(stack, "a", 100_000)
-            assert budget.num_taken == 1
+            assert budget.num_held == 1
             await hold(stack, "a", 16_000)  # is no file
-            assert budget.num_taken == 1
+            assert budget.num_held == 1
             with pytest.raises(ClientShareExceeded, match="as many bytes"):
                 await hold(stack, "a", 60_000)
             await hold(stack, "b", 60_000)
@@ -70,7 +70,7 @@ def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
                 await hold(stack, "c", 60_000)
             with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
                 await hold(stack, "a", 20_000)
-        assert budget.num_taken == 0 and not bodies._bytes.num_bytes and not bodies._bytes._by_client
+        assert budget.num_held == 0 and not bodies._bytes.num_held and not bodies._bytes._by_client
 
     asyncio.run(play())
 
@@ -97,7 +97,7 @@ def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[Ta
                 raise AssertionError("it was taken")
 
     asyncio.run(run())
-    assert BODIES._bytes.num_bytes == 0
+    assert BODIES._bytes.num_held == 0
 
 
 def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:

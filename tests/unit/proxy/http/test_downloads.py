@@ -57,7 +57,7 @@ def test_a_file_that_is_deleted_while_it_is_sent_is_sent_as_a_whole(
 
     answer = get([ApiRoute("GET", "/file", download)], "/file", **({"range": wanted} if wanted else {}))
     assert (answer.status_code, answer.content) == (206 if wanted else 200, expected)
-    assert answer.headers["x-own"] == "1" and opened[0].closed and budget.num_taken == 0
+    assert answer.headers["x-own"] == "1" and opened[0].closed and budget.num_held == 0
 
 
 def test_a_file_whose_content_is_gone_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +78,5 @@ def test_a_file_whose_content_is_gone_is_not_found(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(FileStore, "path", found_and_deleted)
     answer = get(batch_routes(state), f"/v1/files/{file_id}/content")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
-    assert "was deleted" in answer.json()["error"]["message"] and budget.num_taken == 0
+    assert "was deleted" in answer.json()["error"]["message"] and budget.num_held == 0
     runner.close()

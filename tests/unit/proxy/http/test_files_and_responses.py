@@ -71,7 +71,7 @@ def test_downloads_take_descriptors_and_give_them_back(tmp_path: Path) -> None:
                 assert (await upload(client)).status_code == (await client.get("/v1/files")).status_code == 429
         with budget.hold("b", room // 2), budget.hold("c", room - room // 2):
             assert (await client.get(path)).status_code == 503
-        assert budget.num_taken == 0
+        assert budget.num_held == 0
 
     run(tmp_path, test, budget)
 

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.proxy.http.bodies import MAX_UNORDERED_BYTES, RequestBodies
+from tandem.runtime.tasks import LoopTurns
 from tests.support.clocked_loop import run_in_no_time
 from tests.support.http_listener import LIMIT_S, bodies, play, respond, served
 from tests.unit.proxy.http.test_bodies import feed
@@ -104,10 +105,10 @@ def test_clients_that_trickle_delay_no_other() -> None:
 
 
 def test_time_spent_waiting_for_a_turn_is_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow_turn(_: RequestBodies) -> None:
+    async def slow_turn(_: LoopTurns) -> None:
         await asyncio.sleep(60.0)
 
-    monkeypatch.setattr(RequestBodies, "_turn", slow_turn)
+    monkeypatch.setattr(LoopTurns, "next", slow_turn)
     slow = RequestBodies(1 << 20, 30.0)
     piece = b"a" * (MAX_UNORDERED_BYTES // 2)
 

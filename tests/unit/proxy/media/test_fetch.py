@@ -53,7 +53,7 @@ def fetch(
                 await fetched.fetch(item)
                 return fetched.data[item.number]
         finally:
-            assert fetcher.held_bytes == 0
+            assert fetcher.held.num_held == 0
             fetcher.close()
             server.close()
 
@@ -199,7 +199,7 @@ def test_a_download_has_a_timeout() -> None:
 
 def test_the_total_of_fetched_bytes_is_limited() -> None:
     fetcher = MediaFetcher(msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
-    fetcher.hold("a", 600)
+    fetcher.held.take("a", 600)
     with pytest.raises(Overloaded, match="800 bytes of fetched images and video are waiting to be processed"):
-        [fetcher.hold(client, 200) for client in "bc"]
+        [fetcher.held.take(client, 200) for client in "bc"]
     fetcher.close()

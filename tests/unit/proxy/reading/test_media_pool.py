@@ -110,8 +110,8 @@ class Pool(MediaPool):
 
     @property
     def num_waiting(self) -> int:
-        assert len(self._jobs) <= self._places.total()
-        return self._places.total()
+        assert len(self._jobs) <= self._places.num_held
+        return self._places.num_held
 
     async def start(self) -> None:
         self._writer = self.process  # type: ignore[assignment]
@@ -198,7 +198,7 @@ def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_
         lease = request.media_lease
         assert lease is not None and isinstance(request.prompt, RenderedPrompts)
         [prompt] = request.prompt.prompts
-        assert pool._descriptors.num_taken == 2 and await lease.with_pixels(prompt.media) == prompt.media
+        assert pool._descriptors.num_held == 2 and await lease.with_pixels(prompt.media) == prompt.media
         for _ in range(2):
             request.release_pixels()
         assert cache.released == [f"{job.lease_id} input"] and not lease.has_first_pixels and num_open(pixels) == 0
@@ -233,7 +233,7 @@ def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_
         cache.released.clear()
         request.release_media()
         assert cache.released == [job.lease_id, remade.lease_id]
-        assert num_open(again) == num_open(sources) == pool._descriptors.num_taken == 0
+        assert num_open(again) == num_open(sources) == pool._descriptors.num_held == 0
 
     run(test, tmp_path)
 
@@ -280,7 +280,7 @@ def test_open_media_count_as_descriptors_of_their_client(tmp_path: Path) -> None
             with pytest.raises(ClientShareExceeded, match="descriptors"):
                 await reading
             assert cache.released[-1] == job.lease_id
-        assert pool._descriptors.num_taken == 0
+        assert pool._descriptors.num_held == 0
 
     run(test, tmp_path)
 
@@ -455,7 +455,7 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
         with pytest.raises(InternalError if closes else Overloaded, match="is stopping" if closes else "was lost"):
             await reading
         assert [each.returncode for each in started] == [-signal.SIGKILL] * (1 if closes else 3)
-        assert not pool._places
+        assert not pool._places.num_held
         pool.close()
 
     run(test, tmp_path)
@@ -478,7 +478,7 @@ def test_requests_of_a_process_that_was_lost_are_read_again(tmp_path: Path) -> N
             pool.answer(job, segment)
         for reading in both:
             (await reading).release_media()
-        assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
+        assert not pool.num_waiting and not pool._bytes.num_held and not pool._descriptors.num_held
 
     run(test, tmp_path)
 
@@ -511,7 +511,7 @@ def test_images_that_wait_to_be_read_are_counted_by_client(tmp_path: Path) -> No
         for job in (first, await pool.job()):
             pool.answer(job, InvalidRequest("no picture"))
         await asyncio.gather(*reading, return_exceptions=True)
-        assert not pool._bytes.num_bytes
+        assert not pool._bytes.num_held
 
     run(test, tmp_path)
 

@@ -117,7 +117,7 @@ def test_records_wait_for_a_slow_disk_up_to_a_limit_and_requests_do_not(
         disk.set()
         assert (await path_of(store, "alice", "r-4")).exists()
         await store.close()
-        assert outcomes.count("written") == 5 and not store._pending and not store._pending_bytes.num_bytes
+        assert outcomes.count("written") == 5 and not store._pending and not store._pending_bytes.num_held
 
     run(test)
 

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.proxy.api.validation import BodyDecoder
+from tandem.proxy.api.validation import BodyDecoder, ModelFormats
 from tandem.proxy.text.model_text import SamplingDefaults
 from tandem.runtime.errors import ConfigError
 
 
 def decoder(folder: Path, **values: object) -> BodyDecoder:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "do_sample": True, **values}))
-    return BodyDecoder("tiny", sampling_defaults=SamplingDefaults.read(folder))
+    return BodyDecoder("tiny", formats=ModelFormats(sampling=SamplingDefaults.read(folder)))
 
 
 def body(**fields: object) -> bytes:
