@@ -81,7 +81,7 @@ def load_compiler() -> None:
 
 def num_kernel_threads() -> int:
     """Returns the number of threads for which kernels are compiled now."""
-    return min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+    return min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
 
 
 def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..., None]:

@@ -170,7 +170,7 @@ def weigh_scores(
     return types.void(weights, row, first, stop, largest, total, shrunk, num_weights), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def exp(context: Any, x: Any) -> Any:
     """Computes `e^x` as `weigh_scores` does."""
     return types.float32(types.float32), lambda context, builder, signature, args: _exp(builder, args[0])
