@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
-from tandem.engine.cpu.compiler import DTYPES, FAST_MATH, POOL_DTYPES, as_float, compile_kernel, rounded
-from tandem.engine.cpu.vector_operations import LANES, mix_values, score_keys, transpose_rows
+from tandem.engine.cpu.compiler import DTYPES, POOL_DTYPES, as_float, compile_kernel, num_kernel_threads, rounded
+from tandem.engine.cpu.vector_operations import LANES, exp, mix_values, score_keys, transpose_keys, weigh_scores
 
 _F32 = np.float32
 _LOWEST = _F32(-1e30)
@@ -28,16 +28,8 @@ _LINE_BYTES = 64
 TILE_TOKENS = 16
 """Tokens of a chunk that attend together, while a block's keys and values are in the cache. Does not change bits."""
 
-
-@intrinsic
-def _power_of_two(context: Any, exponent: Any) -> Any:
-    """Builds the float32 `2^exponent` from its bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.add(args[0], word(127)), word(23)), ir.FloatType())
-
-    return types.float32(types.int32), codegen
+_MAX_ROWS_UNCONVERTED = 8
+"""Rows for which a block's values are converted each time they are read. For more, they are converted once before."""
 
 
 @intrinsic
@@ -52,21 +44,6 @@ def _prefetch(context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
-
-
-@njit(inline="always", fastmath=FAST_MATH)
-def _exp(x: Any) -> Any:
-    """Computes `e^x = 2^n e^r` with `n = round(x / ln 2)` and a Taylor series for r; accurate to 2 ulp.
-
-    The C library's exp cannot be vectorised; this one can.
-    """
-    x = min(max(x, _F32(-87.0)), _F32(88.0))
-    whole = np.floor(x * _F32(1.4426950408889634) + _F32(0.5))
-    rest = x - whole * _F32(0.693359375) + whole * _F32(2.12194440e-4)  # ln 2 in two parts
-    series = _F32(1 / 5040)
-    for inverse in (_F32(1 / 720), _F32(1 / 120), _F32(1 / 24), _F32(1 / 6), _F32(1 / 2), _F32(1), _F32(1)):
-        series = series * rest + inverse
-    return series * _power_of_two(np.int32(whole))
 
 
 @functools.cache
@@ -102,9 +79,10 @@ def paged_attention(
         types.Array(types.int64, 2, "C"), longs, types.float32, types.int64, types.float32,
         types.Array(types.float32, 1, "C"), states,
     )  # fmt: skip
-    width = -(-head_dim // LANES) * LANES
-    num_groups = -(-block_size // LANES)
-    padded = num_groups * LANES
+    num_parts = -(-block_size // LANES)
+    padded = num_parts * LANES
+    max_rows = TILE_TOKENS * group
+    num_workers = num_kernel_threads()
     row_bytes = head_dim * pool_dtype.itemsize
     num_lines = -(-row_bytes // _LINE_BYTES)
 
@@ -124,112 +102,90 @@ def paged_attention(
                     pool[key_row + num_kv_heads + kv_head, place % block_size, d] = value[token, kv_head, d]
 
         num_tiles = len(tiles) - 1
-        # The tiles of a chunk are adjacent for one head, whose keys and values then stay in the cache.
-        for unit in prange(num_tiles * num_kv_heads):
-            kv_head = unit // num_tiles
-            first_token = tiles[unit % num_tiles]
-            num_queries = tiles[unit % num_tiles + 1] - first_token
-            seq = sequences[first_token]
-            # The first token of a tile has the lowest block, and the last one the highest.
-            earliest = max(0, num_context[first_token] - window) if window > 0 else 0
-            tile_last_block = (num_context[first_token + num_queries - 1] - 1) // block_size
-            head_row = first_row + kv_head
+        num_units = num_tiles * num_kv_heads
+        for worker in prange(num_workers):
+            # One for each query head of each token of a tile.
+            scaled = np.empty((max_rows, head_dim), _F32)
+            mixed = np.empty((max_rows, head_dim), _F32)
+            weights = np.zeros((max_rows, padded), _F32)
+            largest = np.empty(max_rows, _F32)
+            total = np.empty(max_rows, _F32)
+            shrunk = np.empty(max_rows, _F32)
+            columns = np.empty((num_parts, head_dim, LANES), _F32)
+            converted = np.empty((1, block_size, head_dim), _F32)
 
-            num_rows = num_queries * group  # one for each query head of each token
-            scaled = np.zeros((num_rows, width), _F32)
-            mixed = np.zeros((num_rows, width), _F32)
-            weights = np.zeros((num_rows, padded), _F32)
-            largest = np.full(num_rows, _LOWEST, _F32)
-            total = np.zeros(num_rows, _F32)
-            keys = np.zeros((padded, width), _F32)
-            columns = np.zeros((num_groups, head_dim, LANES), _F32)
-            values = np.zeros((padded, width), _F32)
-            for row in range(num_rows):
-                for d in range(head_dim):
+            # The tiles of a chunk are adjacent for one head, whose keys and values then stay in the cache.
+            for unit in range(num_units * worker // num_workers, num_units * (worker + 1) // num_workers):
+                kv_head = unit // num_tiles
+                first_token = tiles[unit % num_tiles]
+                num_queries = tiles[unit % num_tiles + 1] - first_token
+                seq = sequences[first_token]
+                # The first token of a tile has the lowest block, and the last one the highest.
+                earliest = max(0, num_context[first_token] - window) if window > 0 else 0
+                tile_context = num_context[first_token + num_queries - 1]
+                tile_last_block = (tile_context - 1) // block_size
+                head_row = first_row + kv_head
+
+                num_rows = num_queries * group
+                for row in range(num_rows):
                     head = kv_head * group + row % group
-                    scaled[row, d] = as_float(query[first_token + row // group, head, d]) * scale
-                if len(sinks) > 0:  # a sink is a score without a value
-                    largest[row] = sinks[kv_head * group + row % group]
-                    total[row] = _F32(1)
-
-            for block in range(earliest // block_size, tile_last_block + 1):
-                before = block * block_size
-                pool_row = block_tables[seq, block] * block_rows + head_row
-                next_row = block_tables[seq, min(block + 1, tile_last_block)] * block_rows + head_row
-                ahead = address + next_row * (block_size * row_bytes)
-                tile_stop = min(block_size, num_context[first_token + num_queries - 1] - before)
-                for t in range(max(0, earliest - before), tile_stop):
-                    for line in range(num_lines):
-                        _prefetch(ahead + t * row_bytes + line * _LINE_BYTES)
-                        _prefetch(ahead + (num_kv_heads * block_size + t) * row_bytes + line * _LINE_BYTES)
                     for d in range(head_dim):
-                        keys[t, d] = as_float(pool[pool_row, t, d])
-                        values[t, d] = as_float(pool[pool_row + num_kv_heads, t, d])
-                for part in range(num_groups):
-                    transpose_rows(keys, part, columns, width, head_dim)
+                        scaled[row, d] = as_float(query[first_token + row // group, head, d]) * scale
+                        mixed[row, d] = _F32(0)
+                    largest[row] = sinks[head] if len(sinks) > 0 else _LOWEST  # a sink is a score without a value
+                    total[row] = _F32(1) if len(sinks) > 0 else _F32(0)
 
-                # Tokens of a tile are adjacent: those that see the block are, too.
-                begin_row = max(0, before + 1 - num_context[first_token]) * group
-                end_row = num_rows
-                if window > 0:
-                    end_row = min(num_queries, before + block_size + window - num_context[first_token]) * group
-                for part in range(num_groups):
-                    row = begin_row
-                    while row + 4 <= end_row:  # four rows share one read, with the bits of single rows
-                        score_keys(scaled, row, columns, part, weights, 4, head_dim, width, padded)
-                        row += 4
-                    while row < end_row:
-                        score_keys(scaled, row, columns, part, weights, 1, head_dim, width, padded)
-                        row += 1
+                for block in range(earliest // block_size, tile_last_block + 1):
+                    before = block * block_size
+                    key_row = block_tables[seq, block] * block_rows + head_row
+                    next_row = block_tables[seq, min(block + 1, tile_last_block)] * block_rows + head_row
+                    ahead = address + next_row * (block_size * row_bytes)
+                    tile_first = max(0, earliest - before)
+                    tile_stop = min(block_size, tile_context - before)
+                    # Tokens of a tile are adjacent: those that see the block are, too.
+                    begin_row = max(0, before + 1 - num_context[first_token]) * group
+                    end_row = num_rows
+                    if window > 0:
+                        end_row = min(num_queries, before + block_size + window - num_context[first_token]) * group
+                    for part in range(tile_first // LANES, (tile_stop + LANES - 1) // LANES):
+                        for t in range(max(tile_first, part * LANES), min(tile_stop, (part + 1) * LANES)):
+                            for line in range(num_lines):
+                                _prefetch(ahead + t * row_bytes + line * _LINE_BYTES)
+                                _prefetch(ahead + (num_kv_heads * block_size + t) * row_bytes + line * _LINE_BYTES)
+                        transpose_keys(pool, key_row, part, columns, block_size, head_dim)
+                        score_keys(scaled, begin_row, end_row, columns, part, weights, head_dim, padded)
 
-                for row in range(begin_row, end_row):
-                    end = num_context[first_token + row // group]
-                    first = max(0, end - window - before) if window > 0 else 0
-                    stop = min(block_size, end - before)
-                    if softcap > 0:
-                        for t in range(padded):
-                            # tanh(x) = 1 - 2 / (exp(2x) + 1)
-                            doubled = _exp(weights[row, t] * (_F32(2) / softcap))
-                            weights[row, t] = softcap * (_F32(1) - _F32(2) / (doubled + _F32(1)))
-                    for t in range(first):
-                        weights[row, t] = _LOWEST
-                    for t in range(stop, padded):
-                        weights[row, t] = _LOWEST
-                    highest = largest[row]
-                    for t in range(padded):
-                        highest = max(highest, weights[row, t])
-                    added = _F32(0)
-                    for t in range(padded):
-                        weights[row, t] = _exp(weights[row, t] - highest)
-                        added += weights[row, t]
-                    # Exactly zero: what the block has there depends on the other tokens of the step.
-                    for t in range(first):
-                        weights[row, t] = _F32(0)
-                    for t in range(stop, padded):
-                        weights[row, t] = _F32(0)
-                    if highest > largest[row]:
-                        shrunk = _exp(largest[row] - highest)
-                        largest[row] = highest
-                        total[row] = total[row] * shrunk + added
-                        for d in range(width):
-                            mixed[row, d] *= shrunk
+                    for row in range(begin_row, end_row):
+                        end = num_context[first_token + row // group]
+                        first = max(0, end - window - before) if window > 0 else 0
+                        stop = min(block_size, end - before)
+                        if softcap > 0:
+                            for t in range(padded):
+                                # tanh(x) = 1 - 2 / (exp(2x) + 1)
+                                doubled = exp(weights[row, t] * (_F32(2) / softcap))
+                                weights[row, t] = softcap * (_F32(1) - _F32(2) / (doubled + _F32(1)))
+                        weigh_scores(weights, row, first, stop, largest, total, shrunk, padded)
+
+                    value_row = key_row + num_kv_heads
+                    if num_rows <= _MAX_ROWS_UNCONVERTED:
+                        mix_values(
+                            weights, begin_row, end_row, pool, value_row, tile_first, tile_stop, shrunk, mixed,
+                            block_size, head_dim, padded,
+                        )  # fmt: skip
                     else:
-                        total[row] += added
+                        for t in range(tile_first, tile_stop):
+                            for d in range(head_dim):
+                                converted[0, t, d] = as_float(pool[value_row, t, d])
+                        mix_values(
+                            weights, begin_row, end_row, converted, 0, tile_first, tile_stop, shrunk, mixed,
+                            block_size, head_dim, padded,
+                        )  # fmt: skip
 
-                for part in range(num_groups):
-                    row = begin_row
-                    while row + 4 <= end_row:
-                        mix_values(weights, row, part, values, mixed, 4, width, padded)
-                        row += 4
-                    while row < end_row:
-                        mix_values(weights, row, part, values, mixed, 1, width, padded)
-                        row += 1
-
-            like = output[0, 0, 0]
-            for row in range(num_rows):
-                share = _F32(1) / total[row]
-                for d in range(head_dim):
-                    result = rounded(mixed[row, d] * share, like)
-                    output[first_token + row // group, kv_head * group + row % group, d] = result
+                like = output[0, 0, 0]
+                for row in range(num_rows):
+                    share = _F32(1) / total[row]
+                    for d in range(head_dim):
+                        result = rounded(mixed[row, d] * share, like)
+                        output[first_token + row // group, kv_head * group + row % group, d] = result
 
     return compile_kernel(signature, attend)

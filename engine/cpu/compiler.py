@@ -34,20 +34,30 @@ def as_float(context: Any, value: Any) -> Any:
     """Converts a float32, or the bits of a bfloat16 or a finite FP8 value, to float32."""
 
     def of_bits(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(bits, ir.FloatType())
+        return as_floats(builder, value, builder.zext(args[0], ir.IntType(32)))
 
-    def of_fp8(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Exponent and mantissa, moved to their places in a float32, are too small by the difference of the biases.
-        word = ir.IntType(32)
-        byte = builder.zext(args[0], word)
-        sign = builder.shl(builder.and_(byte, word(0x80)), word(24))
-        magnitude = builder.shl(builder.and_(byte, word(0x7F)), word(20))
-        number = builder.bitcast(builder.or_(sign, magnitude), ir.FloatType())
-        return builder.fmul(number, ir.Constant(ir.FloatType(), 2.0**120))
+    return types.float32(value), _unchanged if value == types.float32 else of_bits
 
-    conversions = {types.uint16: of_bits, types.uint8: of_fp8}
-    return types.float32(value), conversions.get(value, _unchanged)
+
+def as_floats(builder: Any, kind: Any, bits: Any) -> Any:
+    """Converts the bits of values of one of `POOL_DTYPES`, extended to 32 bits, to float32.
+
+    bits: one word, or a vector of them.
+    """
+    word, is_vector = bits.type, isinstance(bits.type, ir.VectorType)
+    floats = ir.VectorType(ir.FloatType(), word.count) if is_vector else ir.FloatType()
+
+    def constant(kind: Any, number: float) -> Any:
+        return ir.Constant(kind, [number] * word.count if is_vector else number)
+
+    if kind == types.float32:
+        return builder.bitcast(bits, floats)
+    if kind == types.uint16:
+        return builder.bitcast(builder.shl(bits, constant(word, 16)), floats)
+    # FP8: exponent and mantissa, moved to their places in a float32, are too small by the difference of the biases.
+    sign = builder.shl(builder.and_(bits, constant(word, 0x80)), constant(word, 24))
+    magnitude = builder.shl(builder.and_(bits, constant(word, 0x7F)), constant(word, 20))
+    return builder.fmul(builder.bitcast(builder.or_(sign, magnitude), floats), constant(floats, 2.0**120))
 
 
 @intrinsic
@@ -69,12 +79,17 @@ def load_compiler() -> None:
     njit(lambda: None)()
 
 
+def num_kernel_threads() -> int:
+    """Returns the number of threads for which kernels are compiled now."""
+    return min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
+
+
 def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..., None]:
     """Compiles for as many threads as torch uses now.
 
     Compiled code for one thread is cached on disk. Parallel code is not, because numba's cache key omits `parallel`.
     """
-    num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+    num_threads = num_kernel_threads()
     is_parallel = num_threads > 1
     compiled: Callable[..., None] = njit(
         [signature],
