@@ -76,10 +76,9 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
-    arguments = ("--proxies", "2", "--otlp-endpoint", receiver.url, "--log-format", "json", "--log-level", "debug")
-    arguments += ("--api-key", KEY)
+    shown = ("--otlp-endpoint", receiver.url, "--log-format", "json", "--log-level", "debug")
     tier = ("--kv-host-gib", "0.05")  # panels of tiers have no data without one
-    with Cluster(*arguments, *tier) as running:
+    with Cluster("--proxies", "2", *shown, "--api-key", KEY, *tier) as running:
         yield running
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.process_configs import ProcessConfigs
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.integration.test_ray import HEAD, node_options, ray_environment
 from tests.support.cluster import is_alive
@@ -53,13 +54,13 @@ class Site:
 
         monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
         self.configs: list[TandemWorkerConfig] = []
-        make = ray_site.ProcessConfigs.worker
+        make = ProcessConfigs.worker
 
         def record(*arguments: Any) -> TandemWorkerConfig:
             self.configs.append(make(*arguments))
             return self.configs[-1]
 
-        monkeypatch.setattr(ray_site.ProcessConfigs, "worker", record)
+        monkeypatch.setattr(ProcessConfigs, "worker", record)
         where: dict[str, Any] = {"ray": address, "insecure_network": True, "port": free_port()}
         self.site = ray_site.RaySite(cluster_config(model=str(DEMO_MODEL), **where, **settings), folder, folder)
 

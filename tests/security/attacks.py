@@ -200,7 +200,7 @@ class Attacker:
         kept_bytes: int = 4096,
     ) -> list[Answer]:
         """behaviours: of the first requests, and again. Without any it reads."""
-        client = HostileClient(self.server.port, KEY, read_s, kept_bytes, (ADDRESS,))
+        client = HostileClient(self.server.port, KEY, read_s, kept_bytes, (ADDRESS,), has_small_buffers=False)
         answers = asyncio.run(client.send_all(requests, behaviours or ("reads",), at_once))
         self.statuses.update(answer.status for answer in answers)
         return answers

@@ -71,13 +71,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class HostileClient:
-    """read_s: time after which it leaves though it reads. kept_bytes: how much of each answer it keeps."""
+    """read_s: time after which it leaves though it reads. kept_bytes: how much of each answer it keeps.
+
+    has_small_buffers: what it has not read waits at the server. Clients that hardly read have small ones in any case.
+    """
 
     port: int
     key: str
     read_s: float = 15.0
     kept_bytes: int = KEPT_BYTES
     addresses: Sequence[str] = ADDRESSES
+    has_small_buffers: bool = True
     answers: list[Answer] = field(default_factory=list)
     """Of all requests so far, also while others wait."""
 
@@ -110,12 +114,12 @@ class HostileClient:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         connection = socket.socket()
         connection.setblocking(False)
-        if behaviour in ("reads slowly", "never reads"):
+        is_small = self.has_small_buffers or behaviour in ("reads slowly", "never reads")
+        if is_small:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.bind((address, 0))
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
-        limit = 1024 if behaviour != "reads" else 1 << 16
-        return await asyncio.open_connection(sock=connection, limit=limit)
+        return await asyncio.open_connection(sock=connection, limit=1024 if is_small else 1 << 16)
 
     async def _behave(
         self,

@@ -300,7 +300,8 @@ def test_innocents_are_not_blamed_for_new_killers(
     async def scenario(cluster: Cluster) -> None:
         innocents = [innocent(number) for number in range(num_innocents)]
         harmless = {each.token_ids for each in innocents}
-        roles: list[Role] = ["prefill"] * num_workers + ["decode"] * num_workers
+        both: tuple[Role, ...] = ("prefill", "decode")
+        roles = [role for role in both for _ in range(num_workers)]
         workers = Workers(
             cluster, random.Random(seed), False, names_step, roles, lambda prompt: prompt not in harmless, True
         )
