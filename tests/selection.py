@@ -49,8 +49,6 @@ REPRESENTATIVE = (
 EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
     "integration/test_overlap.py",
-    "integration/test_ray_gpus.py",
-    "integration/test_ray_host_memory.py",
     "integration/test_ray_vllm.py",
     "integration/test_scale.py",
     "faults/test_device_errors.py",

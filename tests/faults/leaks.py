@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tests.faults.streams import descendants, open_files
+from tests.faults.streams import open_files
 from tests.support.cluster import Cluster
+from tests.support.processes import descendants
 
 _SHM = Path("/dev/shm")
 

@@ -129,20 +129,3 @@ def open_files(pid: int) -> list[str]:
     except OSError:
         return []
     return names
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns all descendants. A child belongs to the thread that started it, so all threads are searched."""
-    try:
-        tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-    found: list[int] = []
-    for task in tasks:
-        try:
-            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-        except OSError:
-            continue
-        for child in map(int, children):
-            found += [child, *descendants(child)]
-    return found

@@ -6,16 +6,13 @@ The hosts share neither a network nor memory nor process ids.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tandem.protocol.network_keys import make_keys
-from tests.support.cluster import MODEL, Cluster, children_of, tandem
+from tests.support.cluster import MODEL, Cluster, joined
 from tests.support.faulty_network import FaultyNetwork, unavailable_reason
 from tests.support.faulty_switch import Fault
 from tests.support.nixl import nixl_environment
@@ -29,26 +26,6 @@ FLAGS = (
     "--device", "cpu", "--threads-per-worker", "1", "--max-num-batched-tokens", "64", "--worker-wait-s", "80",
 )  # fmt: skip
 _SKIP_REASON = unavailable_reason()
-
-
-@contextmanager
-def worker(
-    network: FaultyNetwork, host: int, flags: tuple[str, ...], env: Mapping[str, str], folder: Path
-) -> Iterator[None]:
-    role = {PREFILL: "prefill", DECODE: "decode"}[host]
-    join = ("--join", f"tcp://{network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", network.address(host))
-    command = network.command_apart(host, tandem("worker", role, *join, "--name", f"{os.getpid()}-{host}", *flags))
-    log_file = folder / f"{role}.log"
-    with log_file.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env})
-    try:
-        yield
-        os.kill(children_of(process.pid)[0], signal.SIGTERM)
-        process.wait(30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, log_file.read_text()
 
 
 @pytest.mark.timeout(400)
@@ -65,8 +42,10 @@ def test_auto_takes_it_and_recovers_from_a_cut_link(connector: str, tmp_path: Pa
     flags = (*FLAGS, *network_flags)
     with ExitStack() as stack:
         network = stack.enter_context(FaultyNetwork(3))
-        for host in (PREFILL, DECODE):
-            stack.enter_context(worker(network, host, flags, env, tmp_path))
+        for host, role in ((PREFILL, "prefill"), (DECODE, "decode")):
+            join = ("--join", f"tcp://{network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", network.address(host))
+            arguments = (role, *join, "--name", f"{os.getpid()}-{host}", *flags)
+            stack.enter_context(joined(arguments, env, within=network.command_apart(host, [])))
         here = ("--cluster-host", network.address(PROXY), "--cluster-port", str(CONTROL_PORT))
         cluster = Cluster("--prefill", "0", "--decode", "0", *here, *flags, env=env)
         stack.enter_context(network.on_host(PROXY))

@@ -160,10 +160,7 @@ def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
 
         cluster.wait_for(lambda: len(reasons()) == 2, 100)
         assert set(reasons()) == {"KV layout differs in block_size: prefill has 64, decode has 32"}
-        shown = subprocess.run(
-            [sys.executable, "-m", "tandem.deploy.cli", "status", "--port", str(cluster.port)],
-            capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "COLUMNS": "200"},
-        )  # fmt: skip
+        shown = cluster.run("status", COLUMNS="200")
         assert "refused" in shown.stdout and "block_size: prefill has 64, decode has 32" in shown.stdout
         assert [answer.result(120) for answer in ask(cluster, 6, 300)] == [200] * 6
     finally:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.protocol.network_keys import make_keys
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster, joined, tandem
 from tests.support.faulty_network import FaultyNetwork, unavailable_reason
 from tests.support.faulty_switch import Fault
 from tests.support.noise_model import ensure_noise_model
@@ -67,8 +66,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with ExitStack() as stack:
         network = stack.enter_context(FaultyNetwork(5))
         for host, role in ROLES.items():
-            command = worker_command(network, host, host, keys)
-            stack.enter_context(started(network.command(host, command), folder / f"{role}-{host}.log"))
+            arguments = joining(network, role, network.address(host), host, *keys)
+            stack.enter_context(joined(arguments, within=network.command(host, [])))
         here = ("--cluster-host", network.address(PROXY), "--cluster-port", str(CONTROL_PORT), *keys)
         cluster = Cluster(*MODEL_FLAGS, "--prefill", "0", "--decode", "0", *here, *SMALL, *PATHS)
         stack.enter_context(network.on_host(PROXY))
@@ -79,25 +78,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
-def worker_command(network: FaultyNetwork, host: int, named_as: int, keys: Sequence[str]) -> list[str]:
-    join = ("--join", f"tcp://{network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", network.address(host))
-    name = ("--name", f"{os.getpid()}-{named_as}")
-    return tandem("worker", ROLES[host], *MODEL_FLAGS, *join, *name, *keys, *SMALL, *PATHS)
-
-
-@contextmanager
-def started(command: list[str], log_file: Path) -> Iterator[None]:
-    with log_file.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-    assert process.returncode == 0, log_file.read_text()
+def joining(network: FaultyNetwork, role: str, address: str, name: object, *flags: str) -> tuple[str, ...]:
+    """Returns the arguments of `tandem worker`. address: that the worker gives for itself."""
+    join = ("--join", f"tcp://{network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", address)
+    return (role, *MODEL_FLAGS, *join, "--name", f"{os.getpid()}-{name}", *flags, *SMALL, *PATHS)
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +124,7 @@ def test_worker_rejoins_after_its_host_was_cut_off(site: Site) -> None:
 @pytest.mark.timeout(400)
 def test_a_worker_that_proxies_cannot_reach_gets_no_requests(site: Site) -> None:
     """It gives an address that leads nowhere on the proxy's host. Its reports arrive, and it has pairs."""
-    name = f"{os.getpid()}-unreached"
-    join = ("--join", f"tcp://{site.network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", "127.0.0.1")
-    command = tandem("worker", "prefill", *MODEL_FLAGS, *join, "--name", name, *site.keys, *SMALL, *PATHS)
+    command = tandem("worker", *joining(site.network, "prefill", "127.0.0.1", "unreached", *site.keys))
     seen: list[WorkerReport] = []
     with site.load.running():
         process = subprocess.Popen(
@@ -151,7 +133,7 @@ def test_a_worker_that_proxies_cannot_reach_gets_no_requests(site: Site) -> None
 
         def has_ended() -> bool:
             workers = site.cluster.status().workers
-            seen.extend(each for each in workers if each.worker.worker_id == f"prefill-0-{name}")
+            seen.extend(each for each in workers if each.worker.worker_id == f"prefill-0-{os.getpid()}-unreached")
             return process.poll() is not None
 
         try:

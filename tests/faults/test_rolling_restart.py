@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from tandem.deploy.processes.runtime_dir import log_dir
 from tandem.worker import worker_config as module_of_workers
-from tests.support.cluster import Cluster, tandem
+from tests.support.cluster import Cluster
 from tests.support.steady_load import SteadyLoad
 
 PROCESSES = ("decode-0", "decode-1", "prefill-0", "prefill-1", "proxy-0", "proxy-1")
@@ -47,9 +46,9 @@ def load(cluster: Cluster) -> SteadyLoad:
 
 
 def command(cluster: Cluster, *arguments: str) -> str:
-    return subprocess.run(
-        tandem(*arguments, "--port", str(cluster.port)), capture_output=True, text=True, check=True, timeout=500
-    ).stdout
+    done = cluster.run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def epochs(cluster: Cluster) -> dict[str, str]:

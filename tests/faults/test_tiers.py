@@ -15,7 +15,7 @@ import pytest
 from tandem.kv_transfer.tiers.block_record import FORMAT_VERSION
 from tandem.kv_transfer.tiers.folder_index import VERSION_FOLDER
 from tandem.protocol.messages.membership import TierFigures
-from tests.support.cluster import Cluster, tandem
+from tests.support.cluster import Cluster
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment
 
 pytestmark = pytest.mark.timeout(600)
@@ -96,7 +96,7 @@ def test_the_next_turn_after_all_workers_were_replaced_is_loaded(tier: str, how:
             for worker in before:
                 os.kill(worker.pid, signal.SIGKILL)
         else:
-            subprocess.run(tandem("restart", "--port", str(cluster.port)), check=True, timeout=200)
+            assert cluster.run("restart").returncode == 0
         epochs = {worker.epoch for worker in before}
         cluster.wait_for(lambda: any(not epochs & set(pair) for pair in cluster.ready_pairs()), 120)
         cluster.wait_for(holds_first_turn)

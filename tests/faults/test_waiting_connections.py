@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tests.support.cluster import MODEL, Cluster, is_alive, tandem
+from tests.support.cluster import MODEL, Cluster, is_alive
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,8 +80,7 @@ def test_no_new_connection_is_refused_while_proxies_restart(running: Cluster) ->
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(ask) for _ in range(4)]
         try:
-            restart = tandem("restart", "--port", str(running.port), "--timeout-s", "100", "proxy-0", "proxy-1")
-            done = subprocess.run(restart, capture_output=True, text=True, timeout=240)
+            done = running.run("restart", "--timeout-s", "100", "proxy-0", "proxy-1")
         finally:
             is_over.set()
         answered = [status for client in clients for status in client.result(ANSWER_TIMEOUT_S)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster
 
 pytestmark = pytest.mark.timeout(600)
 KEY = "secret-of-prefetch"
@@ -25,9 +24,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def cache(cluster: Cluster, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    command = tandem("cache", *arguments, "--port", str(cluster.port))
-    env = {**os.environ, "TANDEM_API_KEY": key}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    return cluster.run("cache", *arguments, TANDEM_API_KEY=key)
 
 
 def prefetch(cluster: Cluster, folder: Path, token: int) -> int:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.chat_templates import MISTRAL_SMALL
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.fake_workers import make_tokenizer, proxy_with_workers
 
 TEMPLATE = (
     MISTRAL_SMALL.replace("</s>", "[END]")
@@ -26,13 +26,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder: Path = tmp_path_factory.mktemp("forms")
     make_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Proxy(folder, tool_call_parser="hermes", reasoning_parser="none") as proxy:
-        proxy.wait_for(503)
-        workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=512)
-        proxy.wait_for(200)
-        with httpx.Client(base_url=proxy.url, timeout=20) as client:
-            yield client
-        workers.stop()
+    with (
+        proxy_with_workers(folder, {"max_model_len": 512}, tool_call_parser="hermes", reasoning_parser="none") as (
+            proxy,
+            _,
+        ),
+        httpx.Client(base_url=proxy.url, timeout=20) as client,
+    ):
+        yield client
 
 
 def posted(client: httpx.Client, path: str, **body: Any) -> Any:

@@ -11,20 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster, refused_start, run_tandem, tandem
 from tests.support.ports import free_port
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(tandem(*arguments), capture_output=True, text=True, timeout=90)
 
 
 def refused(*arguments: str) -> str:
     """Returns the one line of the error message."""
-    done = run("up", "--port", str(free_port()), *arguments)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("tandem: ") and "Traceback" not in done.stderr
+    last = refused_start(*arguments).splitlines()[-1]
+    assert last.startswith("tandem: ")
     return last
 
 
@@ -50,9 +44,8 @@ def test_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run("up", "--port", str(port))
-    assert done.returncode == 2
-    assert str(port) in done.stderr and "--port" in done.stderr
+        error = refused("--port", str(port))
+    assert str(port) in error and "--port" in error
 
 
 def test_unknown_config_key(tmp_path: Path) -> None:
@@ -73,9 +66,9 @@ def test_missing_config_file(tmp_path: Path) -> None:
 
 def test_questions_without_a_cluster() -> None:
     for command in ("status", "doctor"):
-        done = run(command, "--port", str(free_port()))
+        done = run_tandem(command, "--port", str(free_port()))
         assert done.returncode == 2 and "no cluster runs" in done.stderr
-    done = run("doctor", "--seconds", "0")
+    done = run_tandem("doctor", "--seconds", "0")
     assert done.returncode == 2 and "give 1 to 3600" in done.stderr
 
 
@@ -99,7 +92,7 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
             assert unread.stdout is not None and unread.stderr is not None
             unread.stdout.close()  # as `head` does
             assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
-        done = run("status", "--port", str(cluster.port))
+        done = cluster.run("status")
         assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout
-        done = run("doctor", "--port", str(cluster.port), "--seconds", "1")
+        done = cluster.run("doctor", "--seconds", "1")
         assert done.returncode == 0 and "Nothing was served in the last 1 s; send" in " ".join(done.stdout.split())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import httpx
 
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.runtime_dir import log_dir
 from tandem.runtime.version import own_version
-from tests.support.cluster import Cluster, tandem
-from tests.support.ports import free_port
+from tests.support.cluster import Cluster, refused_start
 
 SMALL = ("--model", str(DEMO_MODEL), "--device", "cpu", "--dtype", "float32", "--threads-per-worker", "1")
 TOKENS_1500 = "0.00716"  # GiB for about 1,500 tokens; the limit of the model is 2,048
@@ -25,9 +22,7 @@ def test_a_context_that_does_not_fit_is_lowered_for_clients_and_operators() -> N
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 24
         answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"max_tokens": 25}, timeout=60)
         assert answer.status_code == 400 and "context length is 1024 tokens" in answer.text
-        shown = subprocess.run(
-            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
-        )
+        shown = cluster.run("status")
         assert "sequences of up to 1024 tokens, KV blocks of 64 tokens" in shown.stdout
         assert f"engine: tandem {own_version()}" in shown.stdout
         for name in ("prefill-0", "decode-0"):
@@ -36,9 +31,6 @@ def test_a_context_that_does_not_fit_is_lowered_for_clients_and_operators() -> N
 
 
 def test_an_explicit_context_that_does_not_fit_is_refused_with_what_fits() -> None:
-    arguments = (*SMALL, "--kv-cache-gib", TOKENS_1500, "--max-model-len", "2048")
-    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
-    started = subprocess.run(tandem("up", *ports, *arguments), capture_output=True, text=True, timeout=240)
-    assert started.returncode == 2
-    assert "too few for --max-model-len 2048: raise --kv-cache-gib to at least" in started.stderr
-    assert "or lower --max-model-len to at most" in started.stderr
+    error = refused_start(*SMALL, "--kv-cache-gib", TOKENS_1500, "--max-model-len", "2048")
+    assert "too few for --max-model-len 2048: raise --kv-cache-gib to at least" in error
+    assert "or lower --max-model-len to at most" in error

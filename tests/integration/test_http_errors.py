@@ -16,7 +16,7 @@ import pytest
 
 from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS
 from tandem.runtime.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
-from tests.support.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
+from tests.support.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer, proxy_with_workers
 from tests.support.sse import END, events_of, whole_stream
 
 KEY = {"authorization": "Bearer secret"}
@@ -25,29 +25,24 @@ TEXT = {"prompt": "abcdef"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, FakeWorkers]]:
     folder = tmp_path_factory.mktemp("errors")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def proxy(folder: Path) -> Iterator[Proxy]:
-    with Proxy(folder, api_key="secret", trust_request_chat_template=True) as started:
-        started.wait_for(503)
+    with proxy_with_workers(folder, api_key="secret", trust_request_chat_template=True) as started:
         yield started
 
 
-@pytest.fixture(scope="module")
-def workers(proxy: Proxy, folder: Path) -> Iterator[FakeWorkers]:
-    made = FakeWorkers(folder, [proxy.control], [-1], [-1])
-    proxy.wait_for(200)
-    yield made
-    made.stop()
+@pytest.fixture
+def proxy(served: tuple[Proxy, FakeWorkers]) -> Proxy:
+    return served[0]
 
 
 @pytest.fixture
-def client(proxy: Proxy, workers: FakeWorkers) -> Iterator[httpx.Client]:
+def workers(served: tuple[Proxy, FakeWorkers]) -> FakeWorkers:
+    return served[1]
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=proxy.url, headers=KEY, timeout=20) as client:
         yield client
 
@@ -154,7 +149,7 @@ def test_a_compressed_body_is_refused(client: httpx.Client, path: str) -> None:
     assert "gzip" in refused.json()["error"]["message"]
 
 
-def test_routes_without_a_key(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_routes_without_a_key(proxy: Proxy) -> None:
     for path, status in (("/live", 200), ("/health", 200), ("/openapi.json", 200), ("/docs", 200), ("/version", 401)):
         assert httpx.get(proxy.url + path).status_code == status
     assert httpx.get(f"{proxy.url}/version", headers=KEY).json() == {"version": version("tandem-serve")}
@@ -173,8 +168,8 @@ def test_the_served_model_is_found_by_its_name(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 5_000], ids=["small", "spooled"])
-def test_tokenize_and_detokenize(client: httpx.Client, folder: Path, padding: int) -> None:
-    tokenizer = make_tokenizer(folder)
+def test_tokenize_and_detokenize(client: httpx.Client, tmp_path: Path, padding: int) -> None:
+    tokenizer = make_tokenizer(tmp_path)
     text = "Grüße, 世界" + " x" * padding
     answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     expected = tokenizer.encode(text)
@@ -272,20 +267,3 @@ def test_invalid_templates_are_refused(client: httpx.Client, fields: dict[str, A
     error = answer.json()["error"]
     assert error["param"] == param and words in error["message"]
     assert client.get("/live").status_code == 200
-
-
-def test_echo_without_output_tokens(client: httpx.Client) -> None:
-    for stream in (False, True):
-        body = {"prompt": ["abc", "xy"], "echo": True, "max_tokens": 0, "stream": stream, "return_token_ids": True}
-        answer = client.post(
-            "/v1/completions", json=body | ({"stream_options": {"include_usage": True}} if stream else {})
-        )
-        assert answer.status_code == 200, answer.text
-        chunks = whole_stream(answer.text) if stream else [answer.json()]
-        choices = sorted((choice for chunk in chunks for choice in chunk["choices"]), key=lambda c: int(c["index"]))
-        assert [c["text"] for c in choices] == ["abc", "xy"]
-        assert all(c["finish_reason"] == "length" and c["token_ids"] == [] for c in choices)
-        usage = chunks[-1]["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 0)
-    refused = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 0})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.certificate import make_certificate
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.fake_workers import Proxy, make_tokenizer, proxy_with_workers
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -30,12 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def proxy(folder: Path) -> Iterator[Proxy]:
-    with Proxy(folder, client_timeout_s=1.0, max_requests_per_client=2) as started:
-        hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
-        workers = FakeWorkers(folder, [started.control], hold, [-1])
-        started.wait_for(200)
+    with proxy_with_workers(folder, client_timeout_s=1.0, max_requests_per_client=2) as (started, _):
         yield started
-        workers.stop()
 
 
 def send(proxy: Proxy, data: bytes) -> tuple[bytes, bytes]:
@@ -60,22 +56,6 @@ def test_invalid_http_gets_an_error_body(proxy: Proxy) -> None:
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000,  # a header that never ends
-        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n" + b"x: 1\r\n" * 12_000 + b"\r\n",
-        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
-    ],
-    ids=["endless", "one", "many", "path"],
-)
-def test_too_large_heads_are_refused(proxy: Proxy, data: bytes) -> None:
-    status, body = send(proxy, data)
-    assert b" 431 " in status and error_code(body) == "head_too_large"
-    assert httpx.get(f"{proxy.url}/health", headers={"x": "a" * 20_000}).status_code == 200
 
 
 def test_heads_and_bodies_that_do_not_arrive_time_out(proxy: Proxy) -> None:
@@ -154,10 +134,8 @@ def test_limits_apply_per_api_key(folder: Path) -> None:
     file = folder / "api-keys"
     file.write_text("two\n")
     config: dict[str, Any] = {"api_key": "one", "api_keys_file": str(file), "max_requests_per_client": 1}
-    with Proxy(folder, name="keys", **config) as proxy, httpx.Client(base_url=proxy.url) as client:
-        hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
-        workers = FakeWorkers(folder, [proxy.control], hold, [-1])
-        proxy.wait_for(200)
+    keyed = proxy_with_workers(folder, name="keys", **config)
+    with keyed as (proxy, _), httpx.Client(base_url=proxy.url) as client:
 
         def status(key: str) -> int:
             headers = {"authorization": f"Bearer {key}"}
@@ -171,17 +149,10 @@ def test_limits_apply_per_api_key(folder: Path) -> None:
             assert status("one") == 200, "another key at the same address is another client"
             assert status("three") == 401
         wait_until(lambda: status("two") == 200)
-        workers.stop()
 
 
 def test_https(folder: Path, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key),
-         "-out", str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    certificate, key = make_certificate(tmp_path)
     with Proxy(folder, name="tls", ssl_certfile=str(certificate), ssl_keyfile=str(key)) as proxy:
         context = ssl.create_default_context(cafile=str(certificate))
         url = f"https://127.0.0.1:{proxy.port}"

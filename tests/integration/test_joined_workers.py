@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import signal
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -16,7 +14,7 @@ from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import Overloaded
-from tests.support.cluster import NOW, Cluster, children_of, command_line, is_copy, tandem
+from tests.support.cluster import NOW, Cluster, children_of, command_line, is_copy, joined
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
 
@@ -48,34 +46,24 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{port}"
     cluster_flags = ("--cluster-host", "127.0.0.1", "--cluster-port", str(port), "--network-keys", str(keys))
     join_flags = ("--cluster-host", "127.0.0.1", "--network-keys", str(for_worker), "--name", tmp_path.name)
-    worker = subprocess.Popen(
-        tandem("worker", "decode", "--model", str(ensure_noise_model()), "--join", endpoint, *join_flags, *SMALL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        with Cluster("--decode", "0", *cluster_flags, *SMALL) as cluster:
-            answer = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=60)
-            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
-            report = fetch(endpoint, NetworkConfig(str(keys)))
-            (pair,) = [pair for worker in report.workers for pair in worker.pairs]
-            assert (pair.state, pair.connector) == ("ready", "tcp")
-            assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
-            assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
-            joined = next(each.worker.pid for each in report.workers if each.worker.role == "decode")
-            assert joined in children_of(worker.pid)
-            (preloaded,) = [pid for pid in children_of(worker.pid) if "tandem.worker.preload" in command_line(pid)]
-            assert is_copy(joined, preloaded), "the worker is forked"
-            assert not sockets_and_pipes(joined) & (sockets_and_pipes(worker.pid) | sockets_and_pipes(preloaded))
-            soft, hard = resource.prlimit(joined, resource.RLIMIT_NOFILE)
-            assert soft == hard, "the worker takes all descriptors that it may have"
-            assert resource.prlimit(joined, resource.RLIMIT_CORE) == resource.prlimit(worker.pid, resource.RLIMIT_CORE)
-            with pytest.raises(Overloaded, match="did not answer"):
-                fetch(endpoint, NetworkConfig(insecure=True))
-            metrics = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text
-            assert 'tandem_refusals_total{reason="bad_handshake"} ' in metrics
-    finally:
-        worker.send_signal(signal.SIGTERM)
-        output, _ = worker.communicate(timeout=30)
-    assert worker.returncode == 0 and "have joined" in output, output
+    arguments = ("decode", "--model", str(ensure_noise_model()), "--join", endpoint, *join_flags, *SMALL)
+    with joined(arguments) as launcher, Cluster("--decode", "0", *cluster_flags, *SMALL) as cluster:
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        report = fetch(endpoint, NetworkConfig(str(keys)))
+        (pair,) = [pair for worker in report.workers for pair in worker.pairs]
+        assert (pair.state, pair.connector) == ("ready", "tcp")
+        assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
+        assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
+        worker = next(each.worker.pid for each in report.workers if each.worker.role == "decode")
+        assert worker in children_of(launcher)
+        (preloaded,) = [pid for pid in children_of(launcher) if "tandem.worker.preload" in command_line(pid)]
+        assert is_copy(worker, preloaded), "the worker is forked"
+        assert not sockets_and_pipes(worker) & (sockets_and_pipes(launcher) | sockets_and_pipes(preloaded))
+        soft, hard = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+        assert soft == hard, "the worker takes all descriptors that it may have"
+        assert resource.prlimit(worker, resource.RLIMIT_CORE) == resource.prlimit(launcher, resource.RLIMIT_CORE)
+        with pytest.raises(Overloaded, match="did not answer"):
+            fetch(endpoint, NetworkConfig(insecure=True))
+        metrics = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text
+        assert 'tandem_refusals_total{reason="bad_handshake"} ' in metrics

@@ -47,15 +47,14 @@ class Front:
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("many")
-    tokenizer = make_tokenizer(folder)
+    make_tokenizer(folder)
     metrics = folder / "metrics"
     metrics.mkdir()
     first = Proxy(folder, metrics=metrics)
     rest = [Proxy(folder, name=f"proxy-{i}", port=first.port, metrics=metrics) for i in range(1, NUM_PROXIES)]
     proxies = [first, *rest]
     try:
-        stall = tokenizer.encode_batch_fast(["stall"])[0].ids
-        workers = FakeWorkers(folder, [proxy.control for proxy in proxies], [-1], stall)
+        workers = FakeWorkers(folder, [proxy.control for proxy in proxies])
         wait_until(lambda: all_serve(first.url), 60)
         yield Front(proxies, metrics)
         workers.stop()

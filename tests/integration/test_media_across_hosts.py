@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -19,7 +17,7 @@ from tandem.protocol.messages.media_cache import MediaCacheStatus
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.host import host_id
-from tests.support.cluster import Cluster, children_of, tandem
+from tests.support.cluster import Cluster, joined
 from tests.support.media_proxy import ask_cache
 from tests.support.ports import free_port
 from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
@@ -31,22 +29,9 @@ UNSHARE = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else []), 
 SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.05", "--block-size", "16", "--device", "cpu")
 
 
-@contextmanager
-def joined_from_elsewhere(*arguments: str) -> Iterator[None]:
+def joined_from_elsewhere(*arguments: str) -> AbstractContextManager[int]:
     """Runs `tandem worker prefill` in its own PID namespace."""
-    worker = subprocess.Popen(
-        [*UNSHARE, *tandem("worker", "prefill", *arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield
-    finally:
-        for pid in children_of(worker.pid):  # unshare itself ignores the signal
-            os.kill(pid, signal.SIGTERM)
-        output, _ = worker.communicate(timeout=30)
-    assert worker.returncode == 0 and "have joined" in output, output
+    return joined(("prefill", *arguments), within=UNSHARE)
 
 
 @pytest.mark.timeout(400)

@@ -29,23 +29,11 @@ def an_image(seed: int) -> dict[str, object]:
     return image_part(data_url(encoded(picture(seed=seed))))
 
 
-def media_processes(served: MediaProxy) -> list[int]:
-    children = children_of(served.proxy.process.pid)
-    name = b"tandem.proxy.reading.media_program"
-    return [pid for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def media_process(served: MediaProxy) -> int:
-    wait_until(lambda: len(media_processes(served)) == 1, PATIENCE_S)
-    [pid] = media_processes(served)
-    return pid
-
-
 def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: MediaProxy) -> None:
     assert served.chat(an_image(1)).status_code == 200
     [item] = served.dispatched().media
     assert item.kind == "image"
-    pid = media_process(served)
+    pid = served.media_process()
     with ThreadPoolExecutor(3) as clients:
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -63,7 +51,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
 
 def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(20)).status_code == 200
-    pid = media_process(served)
+    pid = served.media_process()
     with ThreadPoolExecutor(1) as clients:
         os.kill(pid, signal.SIGSTOP)
         lost = clients.submit(served.chat, an_image(21))
@@ -71,7 +59,7 @@ def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProx
         answer = lost.result(PATIENCE_S)
     assert answer.status_code == 200, answer.text
     assert served.chat("text").status_code == 200
-    assert served.chat(an_image(22)).status_code == 200 and media_process(served) != pid
+    assert served.chat(an_image(22)).status_code == 200 and served.media_process() != pid
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
@@ -79,13 +67,13 @@ def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProx
 def test_lost_children_of_the_media_process_cost_no_request(served: MediaProxy, victim: str) -> None:
     """Lost sandboxes are forked again. Without their fork server the process starts again itself."""
     assert served.chat(an_image(24)).status_code == 200
-    pid = media_process(served)
+    pid = served.media_process()
     fork_server, *sandboxes = sorted(children_of(pid))
     assert len(sandboxes) == 2
     for child in sandboxes if victim == "sandboxes" else [fork_server, *sandboxes]:
         os.kill(child, signal.SIGKILL)
     assert served.chat(an_image(25)).status_code == 200
-    assert (media_process(served) == pid) == (victim == "sandboxes")
+    assert (served.media_process() == pid) == (victim == "sandboxes")
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
@@ -123,7 +111,7 @@ def test_tokens_of_a_message_with_an_image_are_counted(served: MediaProxy) -> No
 
 def test_requests_that_miss_the_ttft_slo_are_refused(tmp_path: Path) -> None:
     with media_proxy(tmp_path, ttft_slo_ms=500) as served:
-        pid = media_process(served)
+        pid = served.media_process()
         os.kill(pid, signal.SIGSTOP)
         try:
             answer = served.chat(an_image(1))
@@ -136,7 +124,7 @@ def test_requests_that_miss_the_ttft_slo_are_refused(tmp_path: Path) -> None:
 
 def test_a_frozen_media_process_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(40)).status_code == 200
-    pid = media_process(served)
+    pid = served.media_process()
     os.kill(pid, signal.SIGSTOP)
     answer = served.chat(an_image(41))
     assert answer.status_code == 200, "it was read again"

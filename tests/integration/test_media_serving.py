@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import av
 import httpx
-import numpy as np
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import MediaCacheStatus
-from tests.support.cluster import Cluster, tandem
-from tests.support.media_proxy import ask_cache, data_url, image_part, video_part
+from tests.support.cluster import Cluster
+from tests.support.media_proxy import ask_cache, data_url, image_part
+from tests.support.served_vision_models import Part, generated_by_transformers, parts_of
 from tests.support.vision_model import clip, encoded, picture, save_model
 
 NUM_NEW = 8
@@ -62,49 +59,20 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def transformers_alone(
-    model: Path, prompts: list[tuple[list[dict[str, Any]], list[Any], list[bytes]]]
-) -> list[list[int]]:
-    """Returns transformers' greedy continuation of each (template parts, images, videos)."""
-    import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    processor: Any = AutoProcessor.from_pretrained(model)
-    alone: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    answers = []
-    for parts, images, videos in prompts:
-        rendered = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
-        frames = []
-        for video in videos:
-            with av.open(io.BytesIO(video)) as container:
-                frames.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
-        inputs = processor(text=[rendered], images=images or None, videos=frames or None, return_tensors="pt")
-        output = alone.generate(
-            **inputs, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
-        )
-        answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
-    return answers
-
-
 def test_answers_equal_those_of_transformers(served: Cluster, model: Path) -> None:
     one, two, video = picture(120, 90, seed=1), picture(90, 150, seed=2), clip(6)
-    image, video_url = image_part(data_url(encoded(one))), video_part(data_url(video, "video/mp4"))
-    sent = [
-        [text("what is "), image, text("that?")],
-        [image, video_url, text("and that"), image_part(data_url(encoded(two)))],
-        [text("nothing to see")],
+    prompts: list[list[Part]] = [
+        ["what is ", one, "that?"],
+        [one, video, "and that", two],
+        ["nothing to see"],
     ]
-    alone = [
-        ([text("what is "), {"type": "image"}, text("that?")], [one], []),
-        ([{"type": "image"}, {"type": "video"}, text("and that"), {"type": "image"}], [one, two], [video]),
-        ([text("nothing to see")], [], []),
-    ]
-    expected = transformers_alone(model, alone)
-    for _ in range(2):  # the second time from the caches
-        for parts, tokens in zip(sent, expected, strict=True):
-            answer = chat(served, *parts)
+    expected = generated_by_transformers(model, prompts, NUM_NEW)
+    for is_cached in (False, True):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            answer = chat(served, *parts_of(prompt))
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["token_ids"] == tokens
+            assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == is_cached
     # The images, the video, and the embedding of each.
     Cluster.wait_for(lambda: cache_status(served).num_items == 6, TIMEOUT_S)
     Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
@@ -145,8 +113,7 @@ def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster)
     Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
     num_items = cache_status(served).num_items
     assert first.status_code == 200 and num_items >= 1
-    command = tandem("cache", "clear", "media", "--port", str(served.port))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = served.run("cache", "clear", "media")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"dropped {num_items} items, ")
     assert cache_status(served).num_items == 0

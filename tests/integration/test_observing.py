@@ -1,4 +1,7 @@
-"""What operators see of a running cluster: stages, worker metrics, timelines, traces, log lines and the dashboard."""
+"""What operators see of a running cluster: stages, worker metrics, timelines, traces, log lines and the dashboard.
+
+And what they do not see: prompts, answers and keys.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.telemetry.request_log import PLACEMENTS, STAGES
-from tests.support.cluster import MODEL, NOW, Cluster, tandem
+from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.grafana import queries
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -73,9 +76,9 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
-    arguments = ("--proxies", "2", "--otlp-endpoint", receiver.url, "--log-format", "json", "--api-key", KEY)
+    shown = ("--otlp-endpoint", receiver.url, "--log-format", "json", "--log-level", "debug")
     tier = ("--kv-host-gib", "0.05")  # panels of tiers have no data without one
-    with Cluster(*arguments, *tier) as running:
+    with Cluster("--proxies", "2", *shown, "--api-key", KEY, *tier) as running:
         yield running
 
 
@@ -176,8 +179,7 @@ def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
 
 
 def doctor(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = tandem("doctor", "--port", str(cluster.port), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return cluster.run("doctor", *arguments)
 
 
 def test_the_doctor_explains_a_request_from_any_proxy(cluster: Cluster) -> None:
@@ -241,7 +243,43 @@ def test_each_request_logs_one_line_without_secrets(cluster: Cluster) -> None:
     assert (served["logger"], served["outcome"], served["completion_tokens"]) == ("request", "length", 16)
     assert served["ttft_ms"] <= served["e2e_ms"]
     assert rejected["outcome"] == "invalid_request"
-    assert SECRET not in cluster.logs() and KEY not in cluster.logs()
+
+
+def test_logs_metrics_and_status_contain_no_client_data(cluster: Cluster) -> None:
+    """At the log level that tells most."""
+    url, salt, wrong_key = "zq-url-90ee", "zq-salt-11bc", "zq-wrong-key-8d20"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=cluster.url, headers=headers, timeout=120) as client:
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:9/{url}"}}]}
+        messages = [{"role": "user", "content": SECRET}]
+        chat = {"model": MODEL, "messages": messages, "max_tokens": 4, "cache_salt": salt, "user": SECRET}
+        for status, fields in (
+            (200, {}),
+            (200, {"stream": True, "stop": SECRET, "n": 2}),
+            (200, {"tools": [{"type": SECRET}]}),
+            (400, {"messages": [image]}),
+            (400, {"temperature": SECRET}),
+            (400, {"structured_outputs": {"regex": f"({SECRET}"}}),
+            (404, {"model": SECRET}),
+        ):
+            answer = client.post("/v1/chat/completions", json=chat | fields)
+            assert answer.status_code == status, answer.text
+        assert client.post("/tokenize", json={"model": MODEL, "prompt": SECRET}).status_code == 200
+        assert client.post("/v1/chat/completions", content=json.dumps(chat).encode()[:-5]).status_code == 400
+        assert client.get(f"/{SECRET}").status_code == 404
+    refused = httpx.get(f"{cluster.url}/v1/models", headers={"Authorization": f"Bearer {wrong_key}"})
+    assert refused.status_code == 401
+    kept = {
+        "logs": cluster.logs(),
+        "metrics": get(cluster, "/metrics").text,
+        "status": cluster.run("status", "--json").stdout,
+        "processes": "".join(
+            Path(f"/proc/{pid}/{name}").read_text() for pid in cluster.pids() for name in ("cmdline", "environ")
+        ),
+    }
+    assert re.search(r'"level": ?"(debug|info)"', kept["logs"]), "there are no log lines to search"
+    secrets = (SECRET, KEY, wrong_key, url, salt)
+    assert {(where, secret) for where, text in kept.items() for secret in secrets if secret in text} == set()
 
 
 def test_spans_continue_the_clients_trace(cluster: Cluster, receiver: OtlpReceiver) -> None:

@@ -64,15 +64,6 @@ def test_shared_memory_and_short_chunks_match_transformers(
             ["--kv-connector", "gloo", "--max-num-batched-tokens", "333"],
             id="gloo-chunks-of-333",
         ),
-        pytest.param(
-            ["--decode-prefill-threshold", "4096", "--max-num-batched-tokens", "100"],
-            id="decode-computes-prompts",
-        ),
-        pytest.param(
-            ["--prefill", "2", "--decode", "2", "--block-size", "32"],
-            id="auto-2-prefill-2-decode",
-            marks=pytest.mark.exhaustive,
-        ),
     ],
 )
 def test_other_topologies_match_transformers(

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.engine.kv_cache.prefix_log import PrefixLog
@@ -26,7 +25,7 @@ from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.batches.batch_store import LineJournal
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, proxy_with_workers
 from tests.support.sse import events_of, whole_stream
 from tests.support.waiting import wait_until
 
@@ -47,9 +46,7 @@ def proxy(folder: Path) -> Iterator[Proxy]:
 
 @pytest.fixture
 def workers(proxy: Proxy, folder: Path) -> Iterator[FakeWorkers]:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    hold, stall = (encoding.ids for encoding in tokenizer.encode_batch_fast(["hold", "stall"]))
-    made = FakeWorkers(folder, [proxy.control], hold, stall)
+    made = FakeWorkers(folder, [proxy.control])
     proxy.wait_for(200)
     yield made
     made.stop()
@@ -121,36 +118,54 @@ def test_the_openai_client(proxy: Proxy, workers: FakeWorkers) -> None:
         assert caught.value.param == "max_tokens"
 
 
-BAD: list[tuple[str, str, Any, int]] = [
-    ("POST", "/v1/completions", b"{", 400),
-    ("POST", "/v1/completions", {"prompt": "a", "max_tokens": "x"}, 400),
-    ("POST", "/v1/completions", {"prompt": ""}, 400),
-    ("POST", "/v1/completions", {"prompt": [300]}, 400),
-    ("POST", "/v1/completions", {"prompt": [-1]}, 400),
-    ("POST", "/v1/completions", {"prompt": "a" * 300}, 400),
-    ("POST", "/v1/completions", {"prompt": "a" * 50_000}, 400),
-    ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1000}, 400),
-    ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404),
-    ("POST", "/v1/completions", {"prompt": "a" * 1_200_000}, 413),
-    ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
-    ("POST", "/v1/chat/completions", {"messages": []}, 400),
-    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
-    ("GET", "/v1/completions", b"", 405),
-    ("POST", "/v1/nothing", {}, 404),
+PROMPT, CHAT = "/v1/completions", "/v1/chat/completions"
+BAD: list[tuple[str, str, Any, int, str]] = [
+    ("POST", PROMPT, b"{", 400, "JSON"),
+    ("POST", PROMPT, b"[]", 400, ""),
+    ("POST", PROMPT, {}, 400, "prompt"),
+    ("POST", PROMPT, {"prompt": 7}, 400, "prompt"),
+    ("POST", PROMPT, {"prompt": ""}, 400, "empty"),
+    ("POST", PROMPT, {"prompt": []}, 400, "empty"),
+    ("POST", PROMPT, {"prompt": [300]}, 400, "300"),
+    ("POST", PROMPT, {"prompt": [-1]}, 400, ">= 0"),
+    ("POST", PROMPT, {"prompt": "a" * 300}, 400, "256"),
+    ("POST", PROMPT, {"prompt": "a" * 50_000}, 400, "256"),
+    ("POST", PROMPT, {"prompt": [5] * 250, "max_tokens": 100}, 400, "256"),
+    ("POST", PROMPT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+    ("POST", PROMPT, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    ("POST", PROMPT, {"prompt": "a", "max_tokens": "many"}, 400, "max_tokens"),
+    ("POST", PROMPT, {"prompt": "a", "temperature": -0.1}, 400, "temperature"),
+    ("POST", PROMPT, {"prompt": "a", "top_p": -0.1}, 400, "top_p"),
+    ("POST", PROMPT, {"prompt": "a", "n": 0}, 400, "n"),
+    ("POST", PROMPT, {"prompt": "a", "stop": ""}, 400, "stop"),
+    ("POST", PROMPT, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    ("POST", PROMPT, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
+    ("POST", PROMPT, {"prompt": "a" * 1_200_000}, 413, ""),
+    ("POST", PROMPT, b'{"prompt": "\\ud800"}', 400, ""),
+    ("POST", CHAT, {"messages": []}, 400, "messages"),
+    ("POST", CHAT, {"messages": "hello"}, 400, "messages"),
+    ("POST", CHAT, {"messages": [{"content": "no role"}]}, 400, "role"),
+    ("POST", CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "content"),
+    ("POST", CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, ""),
+    ("GET", PROMPT, b"", 405, ""),
+    ("POST", "/v1/nothing", {}, 404, ""),
+    ("GET", "/v1/nothing", b"", 404, ""),
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "status"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("method", "path", "body", "status", "words"), BAD, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_input(
-    proxy: Proxy, workers: FakeWorkers, method: str, path: str, body: Any, status: int, stream: bool
+    proxy: Proxy, workers: FakeWorkers, method: str, path: str, body: Any, status: int, words: str, stream: bool
 ) -> None:
     if isinstance(body, dict) and stream:
         body = {**body, "stream": True}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.request(method, proxy.url + path, content=content)
-    assert response.status_code == status
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"] or words in (error["param"] or "")
 
 
 @pytest.mark.parametrize("prompt", ["hold", "stall"])
@@ -175,13 +190,7 @@ def test_metrics(proxy: Proxy, workers: FakeWorkers) -> None:
 
 
 def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path)
-    proxy = Proxy(tmp_path, api_key="secret", shutdown_grace_s=0.5)
-    try:
-        proxy.wait_for(503)
-        stall = tokenizer.encode_batch_fast(["stall"])[0].ids
-        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
-        proxy.wait_for(200)
+    with proxy_with_workers(tmp_path, api_key="secret", shutdown_grace_s=0.5) as (proxy, _):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = httpx.get(f"{proxy.url}/v1/models", headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -195,10 +204,6 @@ def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
             *_, last = stream
             assert "shutting down" in last["error"]["message"]
         assert proxy.process.wait(30) == 0
-        workers.stop()
-    finally:
-        proxy.process.kill()
-        proxy.process.wait()
 
 
 def test_the_grace_period_holds_for_requests_that_wait_for_a_worker(tmp_path: Path) -> None:
@@ -216,11 +221,7 @@ def test_the_grace_period_holds_for_requests_that_wait_for_a_worker(tmp_path: Pa
 
 
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path)
-    proxy = Proxy(tmp_path)
-    workers = FakeWorkers(tmp_path, [proxy.control], [-1], [-1], step_s=0.02)
-    try:
-        proxy.wait_for(200)
+    with proxy_with_workers(tmp_path, {"step_s": 0.02}) as (proxy, _):
         body = {"prompt": "abc", "max_tokens": 60, "stream": True, "return_token_ids": True}
         with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=30) as response:
             pieces = response.iter_text()
@@ -229,56 +230,48 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
             received += "".join(pieces)
         assert sum(len(event["choices"][0]["token_ids"]) for event in whole_stream(received)) == 60
         assert proxy.process.wait(30) == 0
-    finally:
-        workers.stop()
-        proxy.process.kill()
-        proxy.process.wait()
+
+
+def start_batch(proxy: Proxy, *bodies: dict[str, Any]) -> str:
+    """Returns the path of a batch with these completions."""
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": content}).json()
+    batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    made = post(proxy, "/v1/batches", **batch)
+    assert made.status_code == 200, made.text
+    return f"/v1/batches/{made.json()['id']}"
 
 
 def test_a_proxy_that_stops_aborts_the_requests_of_batches(tmp_path: Path) -> None:
-    stall = make_tokenizer(tmp_path).encode_batch_fast(["stall"])[0].ids
-    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
-        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
-        proxy.wait_for(200)
-        body = {"prompt": "stall", "max_tokens": 20}
-        line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
-        file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": line.encode()}).json()
-        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        assert post(proxy, "/v1/batches", **batch).status_code == 200
+    with proxy_with_workers(tmp_path, data_folder=str(tmp_path / "data")) as (proxy, workers):
+        start_batch(proxy, {"prompt": "stall", "max_tokens": 20})
         wait_until(lambda: bool(workers.seen))
         assert proxy.stop() == 0
         wait_until(lambda: workers.aborted["decode"] == set(workers.seen))
-        workers.stop()
 
 
 @pytest.mark.extended
 def test_lines_that_ran_when_a_proxy_was_killed_are_blamed_and_run_again(tmp_path: Path) -> None:
     """The file is large enough to be checked in a process of its own."""
-    stall = make_tokenizer(tmp_path).encode_batch_fast(["stall"])[0].ids
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, "user": user}}
-        for number, (prompt, user) in enumerate([("stall", "u"), ("a", "u" * 300_000), ("b", "u")])
-    ]
-    content = "\n".join(map(json.dumps, lines)).encode()
-    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
-        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
-        proxy.wait_for(200)
-        file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": content}).json()
-        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        path = f"/v1/batches/{post(proxy, '/v1/batches', **batch).json()['id']}"
+    data = str(tmp_path / "data")
+    with proxy_with_workers(tmp_path, data_folder=data) as (proxy, _):
+        bodies = [
+            {"prompt": prompt, "user": user} for prompt, user in [("stall", "u"), ("a", "u" * 300_000), ("b", "")]
+        ]
+        path = start_batch(proxy, *bodies)
         wait_until(lambda: httpx.get(proxy.url + path).json()["request_counts"]["completed"] == 2, 20)
         proxy.process.kill()
         proxy.process.wait()
-        workers.stop()
     [journal] = tmp_path.glob("data/*/batches/*.lines")
     assert LineJournal(journal).deaths() == {1: 1}
-    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
-        workers = FakeWorkers(tmp_path, [proxy.control], [-1], [-1])  # nothing stalls any more
-        proxy.wait_for(200)
+    with proxy_with_workers(tmp_path, {"sticks": False}, data_folder=data) as (proxy, _):
         wait_until(lambda: httpx.get(proxy.url + path).json()["status"] == "completed", 20)
         counts = httpx.get(proxy.url + path).json()["request_counts"]
         assert counts == {"total": 3, "completed": 3, "failed": 0}
-        workers.stop()
 
 
 def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) -> None:
@@ -309,7 +302,7 @@ def test_prompts_go_where_a_tier_has_their_prefix_until_it_is_cleared(proxy: Pro
         [answer] = asyncio.run(question)
         return answer.error
 
-    workers = FakeWorkers(folder, [proxy.control], [-1], [-1], num_prefill=2)
+    workers = FakeWorkers(folder, [proxy.control], num_prefill=2)
     try:
         proxy.wait_for(200)
         for name, token_ids in prompts.items():

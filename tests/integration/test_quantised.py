@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster, refused_start
 from tests.support.greedy import continuation
-from tests.support.ports import free_port
 from tests.support.quantised_checkpoints import QuantisedCheckpoint, gptq, make_checkpoint
 
 NUM_NEW_TOKENS = 24
@@ -30,18 +28,11 @@ def test_answers_are_those_of_the_dequantised_model(decode_size: str, checkpoint
         for prompt in PROMPTS:
             wanted = continuation(checkpoint.model, prompt, NUM_NEW_TOKENS)
             assert cluster.token_ids(prompt, NUM_NEW_TOKENS) == wanted
-        shown = subprocess.run(
-            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
-        )
-        assert "weights: gptq int4" in " ".join(shown.stdout.split())
+        assert "weights: gptq int4" in " ".join(cluster.run("status").stdout.split())
 
 
 def test_a_format_that_is_not_supported_is_refused_in_one_line(noise_model: Path, tmp_path: Path) -> None:
     folder = make_checkpoint(noise_model, tmp_path / "three-bits", gptq(bits=3)).folder
-    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
-    started = subprocess.run(
-        tandem("up", *ports, "--model", str(folder), "--device", "cpu"), capture_output=True, text=True, timeout=240
-    )
-    assert started.returncode == 2
-    [line] = [line for line in started.stderr.splitlines() if "quantization_config" in line]
+    error = refused_start("--model", str(folder), "--device", "cpu")
+    [line] = [line for line in error.splitlines() if "quantization_config" in line]
     assert line.endswith("cannot be served: its quantization_config has bits 3; Tandem supports 4")

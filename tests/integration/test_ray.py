@@ -24,7 +24,7 @@ from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import TandemError
-from tests.support.cluster import Cluster, is_alive, tandem
+from tests.support.cluster import Cluster, is_alive, run_tandem, tandem
 from tests.support.media_proxy import data_url, image_part
 from tests.support.ports import free_port
 from tests.support.vision_model import encoded, picture, save_model
@@ -40,6 +40,13 @@ HEAD = "127.0.0.4"
 """Not 127.0.0.1, which Ray treats as local."""
 NODES = ("127.0.0.2", "127.0.0.3")
 """A loopback address for each node, which its workers report."""
+
+
+def ray_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
+        monkeypatch.setenv(f"RAY_{limit}", value)  # Ray's default is too short for a busy machine
 
 
 def node_options() -> dict[str, Any]:
@@ -133,10 +140,7 @@ def media_caches() -> list[int]:
 
 
 def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
-        monkeypatch.setenv(f"RAY_{limit}", value)  # Ray's default is too short for a busy machine
+    ray_environment(monkeypatch)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     keys = tmp_path / "keys"
@@ -172,21 +176,11 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
             assert not is_alive(pid)
             assert answers(url, image) == first
 
-            moved = subprocess.run(
-                tandem("restart", "--port", str(port), "--timeout-s", str(LIMIT_S), "prefill-0"),
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S + 60,
-            )
+            moved = run_tandem("restart", "--port", str(port), "--timeout-s", str(LIMIT_S), "prefill-0")
             assert moved.returncode == 0, moved.stderr
             assert answers(url, image) == first
 
-            scaled = subprocess.run(
-                tandem("scale", "--port", str(port), "--timeout-s", str(LIMIT_S), "decode=2"),
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S + 60,
-            )
+            scaled = run_tandem("scale", "--port", str(port), "--timeout-s", str(LIMIT_S), "decode=2")
             assert (scaled.returncode, scaled.stdout) == (0, "prefill=1 decode=2\n"), scaled.stderr
             pids = [pid for _, pid in workers(port).values()] + media_caches()
             assert len(pids) == 4

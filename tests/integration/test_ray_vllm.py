@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.test_ray import workers
-from tests.integration.test_ray_gpus import environment, one_node
+from tests.integration.test_ray_site import environment, one_node
 from tests.support.cluster import MODEL, Cluster, is_alive, tandem
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port

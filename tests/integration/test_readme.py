@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.cluster import MODEL, OLDER_CPU, Cluster, tandem
+from tests.support.cluster import MODEL, OLDER_CPU, Cluster
 from tests.support.sse import whole_stream
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,7 @@ def test_the_curl_lines_get_the_answers_that_are_shown(demo: Cluster) -> None:
     assert f"> {run_curl(demo, greeting)}\n" in page
     for _ in range(3):  # sampled: another story each time, but a whole one
         assert run_curl(demo, story).endswith("The end.")
-    command = tandem("status", "--port", str(demo.port))
-    status = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    status = demo.run("status").stdout
     for words in ("on two workers (KV handed over)", "prefill-0 decode-0 ready ipc", "MB moving"):
         assert words in page and words in status
 

@@ -1,4 +1,4 @@
-"""A worker's registration with proxies that disagree about it or refuse it. Real sockets, simulated proxies."""
+"""A worker's registration with proxies that disagree about it, refuse it, or move. Real sockets, simulated proxies."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.protocol.sockets import RouterSocket, SocketContext, new_context
 from tandem.runtime.errors import ConfigError
 from tandem.worker.presence import ProxyLinks
@@ -34,16 +36,14 @@ LIMIT_S = 60
 class ProxyByHand:
     """Answers each status as configured: knows the worker's epoch, does not know it, or refuses the worker."""
 
-    def __init__(self, context: SocketContext, name: str, folder: Path) -> None:
+    def __init__(self, context: SocketContext, name: str, endpoint: str) -> None:
         self.name = name
         self.known: set[str] = set()
         self.accepts = True
         self.registered: list[str] = []  # epochs, in order of arrival
         self.num_statuses = 0
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
-        self.socket: RouterSocket[ToProxyControl] = RouterSocket(
-            context, f"ipc://{folder}/{name}", codec, self._on_message
-        )
+        self.socket: RouterSocket[ToProxyControl] = RouterSocket(context, endpoint, codec, self._on_message)
 
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
         answer: FromProxyControl
@@ -66,11 +66,16 @@ class ProxyByHand:
 class WorkerByHand:
     """A registration that records its callbacks."""
 
-    def __init__(self, context: SocketContext, endpoints: list[str]) -> None:
+    def __init__(self, context: SocketContext, endpoints: list[str], endpoints_file: str = "") -> None:
         self.info = WorkerInfo("decode-0", "e0", "decode", "tcp://127.0.0.1:1", 1)
         self.lost_proxies: list[str] = []
+        self.views: list[list[WorkerInfo]] = []
         self.registration = ProxyLinks(
-            context, self._register(), MagicMock(status=self._status, on_proxy_lost=self.lost_proxies.append), endpoints
+            context,
+            self._register(),
+            MagicMock(status=self._status, on_view=self.views.append, on_proxy_lost=self.lost_proxies.append),
+            endpoints,
+            endpoints_file,
         )
 
     def _status(self) -> WorkerStatus:
@@ -83,7 +88,7 @@ class WorkerByHand:
 @asynccontextmanager
 async def cluster(folder: Path, accepts: bool = True) -> AsyncIterator[tuple[WorkerByHand, list[ProxyByHand]]]:
     context = new_context()
-    proxies = [ProxyByHand(context, name, folder) for name in ("a", "b")]
+    proxies = [ProxyByHand(context, name, f"ipc://{folder}/{name}") for name in ("a", "b")]
     for proxy in proxies:
         proxy.accepts = accepts
     worker = WorkerByHand(context, [proxy.socket.endpoint for proxy in proxies])
@@ -145,5 +150,33 @@ def test_a_refused_worker_exits_unless_it_has_served(
             num_statuses = a.num_statuses
             await until(lambda: a.num_statuses > num_statuses + 1)
             worker.registration.raise_if_failed()
+
+    asyncio.run(main())
+
+
+def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) -> None:
+    """As proxies move between hosts under Ray: their endpoints are in a file."""
+
+    async def main() -> None:
+        context = new_context("worker", NetworkConfig(insecure=True))
+        a, b = (ProxyByHand(context, name, "tcp://127.0.0.1:0") for name in ("a", "b"))
+        assert not a.socket.endpoint.endswith(":0"), "the endpoint contains the bound port"
+        file = tmp_path / "proxies"
+        worker = WorkerByHand(context, [], str(file))
+        try:
+            write_endpoints(file, [a.socket.endpoint])
+            await until(lambda: a.num_statuses > 0)
+            assert a.registered == ["e0"] and not b.registered
+            await until(lambda: worker.views == [[worker.info]])
+            write_endpoints(file, [b.socket.endpoint])
+            await until(lambda: worker.lost_proxies == ["a"])
+            await until(lambda: b.num_statuses > 0)
+            assert b.registered == ["e0"]
+            assert worker.views == [[worker.info]], "known workers stay known while the proxy moves"
+        finally:
+            worker.registration.close()
+            for proxy in (a, b):
+                proxy.socket.close()
+            context.destroy(linger=0)
 
     asyncio.run(main())

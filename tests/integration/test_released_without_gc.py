@@ -21,9 +21,9 @@ import pytest
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.media_cache.media_client import MediaCacheClient
 from tests.faults.leaks import Footprint, shared_memory
-from tests.faults.streams import descendants
 from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache, data_url, image_part, video_part
+from tests.support.processes import descendants
 from tests.support.vision_model import encoded, picture, save_model
 
 REPOSITORY = Path(__file__).parents[2]

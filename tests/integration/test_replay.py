@@ -1,6 +1,7 @@
 """Answers of every API are recorded while a worker is killed, and computed again alone: every bit is equal.
 
-Two clients have keys. The operator records all requests, and the clients ask for some of their records.
+Clients get the text of the tokens that were recorded, and one end. Two clients have keys. The operator records all
+requests, and the clients ask for some of their records.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import json
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anthropic
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tandem.deploy.commands.replay import computed_alone, report
 from tandem.deploy.commands.replay_cluster import replay_on_cluster
@@ -26,12 +29,16 @@ from tandem.proxy.records.record import Record, decode_record
 from tandem.worker.lone_engine import LoneEngine
 from tests.support.cluster import MODEL, Cluster
 from tests.support.noise_model import ensure_noise_model
+from tests.support.sse import event_of
 
 DTYPE = "bfloat16"
 NUM_TOKENS = 120
 _LETTERS = f"[ab]{{{NUM_TOKENS}}}"
 _SCHEMA = {"type": "object", "properties": {"n": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 500}}}
 _CHAT = [{"role": "user", "content": "Count."}]
+_COUNTS = {"type": "object", "properties": {"n": {"type": "array", "items": {"enum": [1, 2, 30]}, "minItems": 2000}},
+    "required": ["n"], "additionalProperties": False}  # fmt: skip
+_TOOL = {"type": "function", "function": {"name": "count", "parameters": _COUNTS}}
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "A greedy one", "temperature": 0, **_LONG}),
@@ -44,7 +51,11 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         "stop": ["YZ"], **_LONG}),
     ("/v1/chat/completions", {"messages": _CHAT, "response_format": {"type": "json_schema",
         "json_schema": {"name": "n", "schema": _SCHEMA}}, **_LONG}),
+    ("/v1/chat/completions", {"messages": _CHAT, "tools": [_TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "count"}}, **_LONG}),
     ("/v1/messages", {"messages": _CHAT, "max_tokens": NUM_TOKENS}),
+    ("/v1/messages", {"messages": _CHAT, "max_tokens": NUM_TOKENS,
+        "output_config": {"format": {"type": "json_schema", "schema": _COUNTS}}}),
     ("/v1/responses", {"input": "Count.", "store": False, "max_output_tokens": NUM_TOKENS}),
 ]  # fmt: skip
 ALICE, BOB = {"authorization": "Bearer key-of-alice"}, {"authorization": "Bearer key-of-bob"}
@@ -79,16 +90,49 @@ def fetched(cluster: Cluster, where: str, headers: dict[str, str] = ALICE) -> Re
     return decode_record(answer.content)
 
 
-def ask(cluster: Cluster, path: str, body: dict[str, Any], begun: threading.Semaphore, stream: bool) -> str:
-    """Returns where the record is."""
+class Asked(NamedTuple):
+    """where: the record is. texts, ends: of a stream, by choice."""
+
+    where: str
+    texts: dict[int, str]
+    ends: dict[int, list[str]]
+
+
+def ask(cluster: Cluster, path: str, body: dict[str, Any], begun: threading.Semaphore, stream: bool) -> Asked:
     headers = ALICE | {"x-tandem-record": "1"}
     fields = {"model": MODEL, "stream": stream, **body}
+    texts, ends = defaultdict[int, str](str), defaultdict[int, list[str]](list)
     with httpx.stream("POST", cluster.url + path, json=fields, headers=headers, timeout=300) as answer:
         assert answer.status_code == 200, answer.read()
-        for number, _ in enumerate(answer.iter_lines()):
+        for number, line in enumerate(answer.iter_lines()):
             if number == 20:
                 begun.release()
-    return answer.headers["x-tandem-record"]
+            for index, text, reason in pieces_of(event_of(line) or {}):
+                texts[index] += text
+                ends[index] += [reason] if reason else []
+    return Asked(answer.headers["x-tandem-record"], texts, ends)
+
+
+def pieces_of(event: dict[str, Any]) -> list[tuple[int, str, str | None]]:
+    """Returns choice, text (of a call its arguments) and end of what an event of any API has."""
+    if "choices" in event:
+        return [(each["index"], each.get("text") or text_of(each.get("delta") or {}), each["finish_reason"])
+                for each in event["choices"]]  # fmt: skip
+    match event.get("type"):
+        case "content_block_delta" if "text" in event["delta"]:
+            return [(0, event["delta"]["text"], None)]
+        case "response.output_text.delta":
+            return [(0, event["delta"], None)]
+        case "message_delta":
+            return [(0, "", event["delta"]["stop_reason"])]
+        case "response.incomplete" | "response.completed" | "response.failed":
+            return [(0, "", event["response"]["status"])]
+    return []
+
+
+def text_of(delta: dict[str, Any]) -> str:
+    calls = delta.get("tool_calls") or []
+    return (delta.get("content") or "") + "".join(call["function"].get("arguments") or "" for call in calls)
 
 
 def test_answers_recorded_under_load_with_a_kill_are_computed_again_alone(running: Cluster, alone: LoneEngine) -> None:
@@ -99,21 +143,32 @@ def test_answers_recorded_under_load_with_a_kill_are_computed_again_alone(runnin
         for _ in range(4):
             assert begun.acquire(timeout=500)
         os.kill(running.worker("decode-0").worker.pid, signal.SIGKILL)
-        records = [fetched(running, job.result()) for job in jobs]
+        answers = [job.result() for job in jobs]
+        records = [fetched(running, answer.where) for answer in answers]
     assert running.num_migrations() > before
     num_parts = [len(sequence.computed_by) for record in records for sequence in record.sequences]
     assert max(num_parts) > 2, "no migrated answer was recorded"
-    for (path, body, _), record in zip(asked, records, strict=True):
+    tokenizer = Tokenizer.from_file(str(ensure_noise_model() / "tokenizer.json"))
+    for (path, body, stream), answer, record in zip(asked, answers, records, strict=True):
         prompts = body.get("prompt")
         num_prompts = len(prompts) if isinstance(prompts, list) else 1
         assert len(record.sequences) == num_prompts * body.get("n", 1) and record.head.outcome in ("stop", "length")
         assert all(1 <= len(sequence.token_ids) <= NUM_TOKENS for sequence in record.sequences)
         assert report(record, computed_alone(record, alone), "alone") == 0, (path, body)
+        for number, sequence in enumerate(record.sequences if stream else ()):
+            text = tokenizer.decode(sequence.token_ids)
+            assert len(answer.ends[number]) == 1, (path, body, answer.ends)
+            if "tools" in body:
+                assert answer.texts[number] and answer.texts[number] in text
+            else:
+                assert answer.texts[number] == text.partition(body.get("stop", ["no stop string"])[0])[0], (path, body)
+    running.wait_for(lambda: len(running.ready_pairs()) == 4)
+    running.wait_for(running.all_blocks_free)
 
 
 def test_a_cluster_computes_a_record_again(running: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     path, body = REQUESTS[3]
-    where = ask(running, path, body, threading.Semaphore(0), stream=False)
+    where = ask(running, path, body, threading.Semaphore(0), stream=False).where
     record = fetched(running, where)
     assert replay_on_cluster(record, "", running.url, "key-of-alice", 120.0) == 0, capsys.readouterr().out
     assert "by the cluster" in capsys.readouterr().out

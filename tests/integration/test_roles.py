@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.support.cluster import OLDER_CPU, Cluster, tandem
+from tests.support.cluster import OLDER_CPU, Cluster
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def role(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = tandem("role", "--port", str(cluster.port), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return cluster.run("role", *arguments)
 
 
 def complete(cluster: Cluster, number: int) -> list[int]:

@@ -7,22 +7,19 @@ import subprocess
 import httpx
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster
 
 pytestmark = pytest.mark.timeout(600)
 
-SCALE_TIMEOUT_S = 300
 PROMPT = list(range(20, 60))
 
 
 def scale(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = tandem("scale", "--port", str(cluster.port), "--timeout-s", "280", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
+    return cluster.run("scale", "--timeout-s", "280", *arguments)
 
 
 def restart(cluster: Cluster, *names: str) -> subprocess.CompletedProcess[str]:
-    command = tandem("restart", "--port", str(cluster.port), "--timeout-s", "120", *names)
-    return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
+    return cluster.run("restart", "--timeout-s", "120", *names)
 
 
 def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
@@ -33,8 +30,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
         assert cluster.token_ids(PROMPT, 8) == expected
 
-        drain = tandem("drain", "--port", str(cluster.port), "decode-0")
-        left = subprocess.run(drain, capture_output=True, text=True, timeout=90)
+        left = cluster.run("drain", "decode-0")
         assert left.returncode == 0, left.stderr
         again = scale(cluster, "prefill=1")  # decode keeps its count, so the drained worker is not replaced
         assert again.returncode == 0 and again.stdout == "prefill=1 decode=1\n", again.stderr
@@ -53,10 +49,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
             "tandem: no worker could prefill any more; keep one of role prefill or any\n",
         )
 
-        shown = subprocess.run(
-            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
-        )
-        assert "autoscaling (dry run): prefill=1 decode=1 is enough" in shown.stdout
+        assert "autoscaling (dry run): prefill=1 decode=1 is enough" in cluster.run("status").stdout
 
 
 def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -10,7 +9,7 @@ import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.media_cache.media_client import MediaCacheClient
-from tests.support.cluster import Cluster, tandem
+from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache
 from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
 from tests.support.vision_model import clip, picture
@@ -49,9 +48,7 @@ def test_an_image_encoded_by_one_worker_is_not_encoded_by_the_other(tmp_path: Pa
         Cluster.wait_for(lambda: num_items() == 6, TIMEOUT_S)  # three processor outputs, three embeddings
         [encoder] = [worker_id for worker_id, counts in counted().items() if counts == (3, 0)]
         [other] = counted().keys() - {encoder}
-        drained = subprocess.run(
-            tandem("drain", encoder, "--port", str(cluster.port)), capture_output=True, check=False
-        )
+        drained = cluster.run("drain", encoder)
         assert drained.returncode == 0, drained.stderr
         Cluster.wait_for(lambda: counted() == {other: (0, 0)}, TIMEOUT_S)
         assert tokens(second) == expected[1]

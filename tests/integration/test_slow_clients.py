@@ -29,7 +29,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 @pytest.fixture
 def workers(proxy: Proxy, tmp_path: Path) -> Iterator[FakeWorkers]:
-    made = FakeWorkers(tmp_path, [proxy.control], [-1], [-1], max_model_len=2 * NUM_TOKENS)
+    made = FakeWorkers(tmp_path, [proxy.control], max_model_len=2 * NUM_TOKENS)
     proxy.wait_for(200)
     yield made
     made.stop()

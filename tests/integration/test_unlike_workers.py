@@ -19,7 +19,7 @@ import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
-from tests.support.cluster import MODEL, OLDER_CPU, Cluster, tandem
+from tests.support.cluster import MODEL, OLDER_CPU, Cluster, joined, refused_start
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
 
@@ -57,11 +57,7 @@ def pair_state(cluster: Cluster) -> str:
 
 
 def shown_status(cluster: Cluster, *flags: str) -> str:
-    done = subprocess.run(
-        tandem("status", "--port", str(cluster.port), *flags),
-        capture_output=True, text=True, check=True, timeout=120, env={**os.environ, "COLUMNS": "400"},
-    )  # fmt: skip
-    return done.stdout
+    return cluster.run("status", *flags, COLUMNS="400").stdout
 
 
 def test_without_the_flag_unlike_workers_pair_and_the_status_and_the_log_say_so(tmp_path: Path) -> None:
@@ -115,11 +111,8 @@ def test_with_the_flag_an_answer_waits_for_its_own_kind_of_worker(tmp_path: Path
 
 
 def test_with_the_flag_a_setting_that_is_not_exact_ends_the_start_with_the_reason() -> None:
-    arguments = ("--model", str(ensure_noise_model()), "--dtype", "float16", "--port", str(free_port()), "--exact")
-    done = subprocess.run(tandem("up", *arguments, *SMALL), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
-    assert "--exact: answers of " in done.stderr and "float16" in done.stderr
-    assert done.stderr.rstrip().endswith("leave out --exact") and "Traceback" not in done.stderr
+    error = refused_start("--model", str(ensure_noise_model()), "--dtype", "float16", "--exact", *SMALL)
+    assert "--exact: answers of " in error and "float16" in error and error.endswith("leave out --exact")
 
 
 def test_workers_that_join_an_exact_cluster_may_be_unlike_it_if_they_need_no_pair_with_it() -> None:
@@ -127,11 +120,8 @@ def test_workers_that_join_an_exact_cluster_may_be_unlike_it_if_they_need_no_pai
     address = ("--cluster-host", "127.0.0.1", "--insecure-network")
     with Cluster(*SMALL, *address, "--cluster-port", port, "--exact", "--device", "cpu") as cluster:
         model = ("--model", str(ensure_noise_model()), "--name", "older", "--device", "cpu", "--exact")
-        command = tandem("worker", "any", "--join", f"tcp://127.0.0.1:{port}", *address, *model, *SMALL)
-        joined = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **OLDER_CPU}
-        )
-        try:
+        join = ("any", "--join", f"tcp://127.0.0.1:{port}", *address, *model, *SMALL)
+        with joined(join, OLDER_CPU):
             cluster.wait_for(lambda: cluster.status().exactness.startswith("yes, on 2 kinds of workers"), 200)
 
             numbers = itertools.count(20)
@@ -144,7 +134,3 @@ def test_workers_that_join_an_exact_cluster_may_be_unlike_it_if_they_need_no_pai
 
             cluster.wait_for(serves, 120)
             assert cluster.worker("worker-0-older").load.num_received == 0, "no KV comes from the other kind"
-        finally:
-            joined.send_signal(signal.SIGTERM)
-            output, _ = joined.communicate(timeout=60)
-    assert joined.returncode == 0 and "have joined" in output, output

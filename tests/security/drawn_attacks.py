@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import resource
@@ -31,15 +30,14 @@ import httpx
 import yaml
 
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES
+from tests.security.attacks import KEY, TENANTS_KEY
 from tests.security.cost_account import LOOP, CostAccount, Costs
-from tests.security.drawn_bodies import Screening, Values, bodies_of
+from tests.security.drawn_bodies import Values, bodies_of
 from tests.security.drawn_case import DIMENSIONS, PATHS, Case, drawn
-from tests.security.hostile_client import Answers, attack
-from tests.security.screening import Screened
-from tests.security.second_tenant import REQUESTS, Plan, SecondTenant, Verdict
+from tests.security.hostile_client import Answer, HostileClient, Sent
+from tests.security.second_tenant import LARGE, REQUESTS, STREAM, Plan, SecondTenant, Verdict
 from tests.support.cluster import Cluster
 
-KEY, TENANTS_KEY = "key-of-the-attacker", "key-of-the-tenant"
 MAX_CONNECTIONS = 120
 FLAGS = (
     "--served-model-name", "m", "--dtype", "float32", "--kv-cache-gib", "0.25", "--max-body-mib", "64",
@@ -63,6 +61,8 @@ ATTACK_S = 30.0
 LOOP_STEPS, NUM_LOOPS = 1_000_000, 5
 TAIL_S = 1.0
 """For which work goes on that nobody waits for, at most; then the CPU time of as long counts."""
+FOLDER = re.compile(r"/(?:tmp|work|root|home|usr|var|etc|opt|srv|mnt|data)/[\w./-]+")
+"""A folder of the server's host."""
 FAULT = re.compile(r"Traceback|Too many open files|Errno|never retrieved|MemoryError|\bERROR\b|\bCRITICAL\b")
 QUIET_S = 4.0
 SETTLE_S = 60.0
@@ -120,7 +120,7 @@ class Result:
 
     cases: list[Case]
     what: list[str]
-    answers: Answers
+    answers: list[Answer]
     costs: Costs
     verdict: Verdict
     logged: list[str] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Result:
 
     @property
     def severity(self) -> float:
-        return len(self.found) + max(waits(self.verdict).values(), default=0.0) / 10
+        return len(self.found) + max(self.verdict.longest_s.values(), default=0.0) / 10
 
     @property
     def name(self) -> str:
@@ -138,20 +138,16 @@ class Result:
 
     def __str__(self) -> str:
         cpu = ", ".join(f"{kind} {spent:.1f}" for kind, spent in self.costs.cpu_s.most_common(6) if spent >= 0.1)
-        slow = ", ".join(f"{name} {each:.1f}" for name, each in waits(self.verdict).items() if each > 0.5)
+        slow = ", ".join(f"{name} {each:.1f}" for name, each in self.verdict.longest_s.items() if each > 0.5)
         grown = ", ".join(f"{kind} {size >> 20}" for kind, size in self.costs.grown_bytes.items() if size > 50 << 20)
         most = dict(self.costs.num_descriptors.most_common(2))
+        statuses = Counter(each.status for each in self.answers)
+        refusals = Counter(f"{each.status} {each.text[:160]}" for each in self.answers if each.status not in (0, 200))
         return (
-            f"{self.name}: {dict(self.answers.refusals.most_common(3))} "
-            f"{dict(self.answers.statuses)}\n    found: {'; '.join(self.found) or 'nothing'}\n"
+            f"{self.name}: {dict(refusals.most_common(3))} {dict(statuses)}\n"
+            f"    found: {'; '.join(self.found) or 'nothing'}\n"
             f"    CPU s: {cpu}; waits s: {slow}; MiB: {grown}; descriptors {most}; settled after {self.settled_s:.1f} s"
         )
-
-
-def waits(verdict: Verdict) -> dict[str, float]:
-    """Returns the tenant's longest wait of each kind."""
-    named = {"gap": [verdict.longest_gap_s], "first event": verdict.first_events_s, "large": verdict.large_prompts_s}
-    return {name: max(each) for name, each in (named | verdict.polls_s).items() if each}
 
 
 def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]:
@@ -161,7 +157,9 @@ def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]
     own = {kind: spent - quiet.cpu_s[kind] / quiet.elapsed_s * elapsed for kind, spent in costs.cpu_s.items()}
     num_requests = sum(case.at_once for case in result.cases)
     num_tokens = sum(case.at_once * (case.n * case.max_tokens + case.num_prompt_tokens) for case in result.cases)
-    mib = (sum(case.at_once * case.size for case in result.cases) + result.answers.num_bytes) / 2**20
+    mib = (
+        sum(case.at_once * case.size for case in result.cases) + sum(each.num_bytes for each in result.answers)
+    ) / 2**20
     of_loop = bounds.loop + bounds.loop_per_mib * mib + bounds.loop_per_1000_tokens * num_tokens / 1000
     for kind, spent in own.items():
         limit = of_loop if kind == LOOP else None
@@ -193,15 +191,16 @@ def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]
             found.append(f"descriptors: {kind} {number}, at most {most}")
     found += [f"ended: {kind}" for kind in costs.ended]
     found += [f"log: {line}" for line in result.logged[:2]]
-    found += [f"names a folder: {each}" for each in sorted(result.answers.folders)[:2]]
-    found += [f"500: {each}" for each in sorted(result.answers.retried)[:2]]
-    errors = [each for each in result.verdict.errors if each.startswith("http") or "too_many_connections" not in each]
-    if errors:  # only probes are promised a connection where clients of several addresses have taken all
-        found.append(f"tenant: {len(errors)} errors {errors[0][:160]}")
+    errors = [each.text for each in result.answers if each.status not in (0, 200) or '"error"' in each.text]
+    found += [f"names a folder: {each}" for each in sorted({at for text in errors for at in FOLDER.findall(text)})[:2]]
+    found += [f"500: {each}" for each in sorted({each.text[:300] for each in result.answers if each.status == 500})[:2]]
+    unserved = [each for each in result.verdict.errors if each.startswith("http") or "too_many_connections" not in each]
+    if unserved:  # only probes are promised a connection where clients of several addresses have taken all
+        found.append(f"tenant: {len(unserved)} errors {unserved[0][:160]}")
     max_wait_s = bounds.wait * undisturbed.wait_s
     found += [
         f"tenant: {kind} {each:.1f} s, at most {max_wait_s:.1f}"
-        for kind, each in waits(result.verdict).items()
+        for kind, each in result.verdict.longest_s.items()
         if each > max_wait_s
     ]
     return found
@@ -210,11 +209,11 @@ def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]
 class Attacked:
     """A cluster with a second tenant, on which cases are run one after another."""
 
-    def __init__(self, cluster: Cluster, bounds: Bounds, attack_s: float, screening: Screening) -> None:
+    def __init__(self, cluster: Cluster, bounds: Bounds, attack_s: float, has_screening: bool) -> None:
         self._cluster = cluster
         self._bounds = bounds
         self._attack_s = attack_s
-        self._values = Values(screening)
+        self._values = Values(has_screening)
         self._lines = Counter[str]()
         self._headers = {"authorization": f"Bearer {KEY}"}
         self._large_file = self._upload(b"a" * DOWNLOAD_BYTES)
@@ -222,8 +221,7 @@ class Attacked:
         self._token = httpx.post(f"{cluster.url}/tokenize", json=body, headers=self._headers, timeout=60).json()[
             "tokens"
         ][0]
-        probes = (probe_of(cluster),)
-        self._plan = Plan(cluster.url, TENANTS_KEY, "m", polled=("/live",), probes=probes, requests=REQUESTS)
+        self._plan = Plan(cluster.url, TENANTS_KEY, "m", (STREAM, LARGE, *REQUESTS), ("/live", probe_of(cluster)))
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -232,7 +230,7 @@ class Attacked:
             time.sleep(QUIET_S)
             self._quiet = self._account.take()
             self.quiet_verdict = self._tenant.take()
-            longest_s = max(waits(self.quiet_verdict).values())
+            longest_s = max(self.quiet_verdict.longest_s.values())
             self._undisturbed = Undisturbed(self._quiet, measured_unit_s(), longest_s)
             yield
 
@@ -242,11 +240,11 @@ class Attacked:
         self._account.take()
         self._tenant.take()
         answers = asyncio.run(self._attack(cases, requests))
-        for batch_id in answers.batch_ids:
+        for batch_id in {found for each in answers for found in re.findall(r'"(batch_\w+)"', each.text)}:
             httpx.post(f"{self._cluster.url}/v1/batches/{batch_id}/cancel", headers=self._headers, timeout=60)
         costs = self._account.take()
         tail, settled_s = self._settle(costs)
-        names = [what for what, _, _ in requests]
+        names = [what for what, _ in requests]
         result = Result(cases, names, answers, costs, self._tenant.take(), self._logged(), tail, settled_s)
         result.found = judge(result, self._bounds, self._undisturbed)
         return result
@@ -268,16 +266,13 @@ class Attacked:
         parts = [each for part in (cases[:middle], cases[middle:]) for each in self.search(part) if each.found]
         return parts or [result]  # only together
 
-    async def _attack(self, cases: list[Case], requests: list[tuple[str, str, list[bytes | None]]]) -> Answers:
-        answers = Answers()
+    async def _attack(self, cases: list[Case], requests: list[tuple[str, list[Sent]]]) -> list[Answer]:
+        client = HostileClient(self._cluster.port, KEY)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._attack_s):
-                port = self._cluster.port
                 together = zip(cases, requests, strict=True)
-                await asyncio.gather(
-                    *(attack(case, port, KEY, path, bodies, answers) for case, (_, path, bodies) in together)
-                )
-        return answers
+                await asyncio.gather(*(client.send_all(sent, (case.client,)) for case, (_, sent) in together))
+        return client.answers
 
     def _logged(self) -> list[str]:
         """Returns lines of the server's logs since the last call that tell of a fault."""
@@ -305,17 +300,18 @@ class Attacked:
             if not over or time.monotonic() - began > SETTLE_S:
                 return first, time.monotonic() - began
 
-    def _requests(self, case: Case) -> tuple[str, str, list[bytes | None]]:
+    def _requests(self, case: Case) -> tuple[str, list[Sent]]:
+        """Returns what they are, in words, and the requests."""
+        path = PATHS[case.route].replace("{file_id}", self._large_file)
         if case.route == "download":
-            path = PATHS["download"].replace("{file_id}", self._large_file)
-            return "a file", path, [None] * case.at_once
+            return "a file", [Sent(path)] * case.at_once
         what, bodies = bodies_of(case, self._values, self._token)
         if case.route != "batch":
-            return what, PATHS[case.route], list(bodies)
+            return what, [Sent(path, body) for body in bodies]
         head = b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":'
         lines = b"\n".join(head % number + body + b"}" for number, body in enumerate(bodies))
         made = {"input_file_id": self._upload(lines), "endpoint": "/v1/completions", "completion_window": "24h"}
-        return f"a batch of {what}", PATHS["batch"], [json.dumps(made).encode()]
+        return f"a batch of {what}", [Sent(path, made)]
 
     def _upload(self, content: bytes) -> str:
         files, form = {"file": ("lines.jsonl", content)}, {"purpose": "batch"}
@@ -331,9 +327,9 @@ def attacked(
     python: str = sys.executable,
     cwd: Path | None = None,
     attack_s: float = ATTACK_S,
-    screening: Screening | None = None,
+    has_screening: bool = True,
 ) -> Iterator[Attacked]:
-    """screening: finds the values that cost most; by default it measures them, which takes minutes."""
+    """has_screening: it first measures which values cost most, which takes minutes."""
     keys = folder / "keys"
     keys.write_text(f"{KEY} attacker\n{TENANTS_KEY} tenant\n")
     model = folder / "model"
@@ -342,7 +338,7 @@ def attacked(
     subprocess.run([sys.executable, "-c", make], check=True, capture_output=True)  # this process does not import torch
     flags = ("--model", str(model), *FLAGS, "--api-keys-file", str(keys), "--data-dir", str(folder / "data"))
     with Cluster(*flags, python=python, cwd=cwd) as cluster:
-        under_attack = Attacked(cluster, bounds, attack_s, screening or Screened())
+        under_attack = Attacked(cluster, bounds, attack_s, has_screening)
         with under_attack.served():
             yield under_attack
 
@@ -367,7 +363,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         attacked(Path(folder), Bounds(), python, arguments.checkout) as server,
     ):
-        print(f"quiet: {waits(server.quiet_verdict)}", flush=True)
+        print(f"quiet: {server.quiet_verdict}", flush=True)
         number = 0
         while time.monotonic() < end:
             names = arguments.case or [

@@ -1,12 +1,22 @@
-"""The bodies of a drawn case: its fields at their largest, and around them sequences, prompt and media."""
+"""The bodies of a drawn case: its fields at their largest, and around them sequences, prompt and media.
+
+`python -m tests.security.drawn_bodies KIND SHAPE` prints how long a reader needs for each of the largest values of a
+shape. Each is read in a process that is ended in time.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 from functools import cache
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,23 +25,53 @@ from tests.security.largest_bodies import all_structs, bodies
 from tests.support.media_proxy import data_url
 from tests.support.vision_model import encoded, picture
 
+MAX_S = 20
+LIMIT_S = 0.3
+"""CPU time after which a value counts as costly, and is left."""
+SCREENED_BYTES = 7000
+NUM_COSTLIEST = 4
 
-class Screening(Protocol):
-    def costliest(self, kind: str, shape: str) -> list[str]: ...
+
+def costliest(kind: str, shape: str) -> list[str]:
+    """Returns the names of the NUM_COSTLIEST values of a shape, those that take longest first."""
+    command = [sys.executable, "-m", "tests.security.drawn_bodies", kind, shape]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    costs = json.loads(done.stdout.splitlines()[-1])
+    return sorted(costs, key=lambda name: -costs[name])[:NUM_COSTLIEST]
+
+
+def screened(kind: str, shape: str) -> dict[str, float]:
+    """Returns the CPU time of reading each value, inf for those that take longer than LIMIT_S."""
+    from tests.security.largest_values import make_reader, read
+
+    reader = make_reader()
+
+    def cost(body: bytes) -> float:
+        if (pid := os.fork()) == 0:
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process
+            signal.alarm(MAX_S)
+            read(reader, kind, body)
+            os._exit(0)
+        _, status, used = os.wait4(pid, 0)
+        return used.ru_utime + used.ru_stime if os.WIFEXITED(status) else math.inf
+
+    values = bodies(all_structs()[kind], SCREENED_BYTES)
+    wanted = ((name, body) for name, body in values if field_of(name) not in NEUTRAL_FIELDS and shape_of(name) == shape)
+    return {name: cost(body) for name, body in wanted}
 
 
 class Values:
-    """The largest values of each shape, and which of them takes longest to read."""
+    """The largest values of each shape. has_screening: it finds out which of them take longest to read, in minutes."""
 
-    def __init__(self, screened: Screening) -> None:
-        self._screened = screened
+    def __init__(self, has_screening: bool) -> None:
+        self._costliest = cache(costliest) if has_screening else lambda kind, shape: []
 
     def largest(self, case: Case) -> tuple[str, bytes]:
         """Returns the name of the value, which begins with its field, and a body with it."""
         kind = kind_of(case)
         rng = random.Random(case.seed + " value")
-        costliest = self._screened.costliest(kind, case.shape) if case.is_costliest else []
-        wanted = _without_numbers(rng.choice(costliest)) if costliest else None
+        found = self._costliest(kind, case.shape) if case.is_costliest else []
+        wanted = _without_numbers(rng.choice(found)) if found else None
         fields = [field_of(wanted)] if wanted is not None else None
         by_field = dict[str, list[tuple[str, bytes]]]()
         for name, body in bodies(all_structs()[kind], case.size, fields):
@@ -118,3 +158,7 @@ def small_picture(seed: int) -> bytes:
 @cache
 def large_picture(seed: int) -> bytes:
     return encoded(picture(1600, 1200, seed=seed))
+
+
+if __name__ == "__main__":
+    print(json.dumps(screened(*sys.argv[1:])))

@@ -13,17 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from tandem.proxy.api.schema import NotServed
+from tests.security.hostile_client import Behaviour
 
 Media = Literal["none", "small", "large", "many"]
-Client = Literal[
-    "reads", "reads slowly", "never reads", "sends slowly", "sends nothing", "leaves in the body", "leaves at once",
-    "leaves soon", "leaves later", "leaves at the first event",
-]  # fmt: skip
 
 PATHS = {
     "completion": "/v1/completions",
@@ -52,7 +49,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "is_forced": (False, True),
     "media": ("none", "small", "large", "many"),
     "at_once": (1, 4, 30, 100, 130),
-    "client": Client.__args__,  # type: ignore[attr-defined]
+    "client": get_args(Behaviour),
 }
 MAX_TOKENS = 20_000
 """Tokens that a case generates at most. More requests or sequences get shorter answers."""
@@ -75,7 +72,7 @@ class Case(msgspec.Struct, frozen=True):
     is_forced: bool
     media: Media
     at_once: int
-    client: Client
+    client: Behaviour
 
     def __str__(self) -> str:
         return (

@@ -60,8 +60,7 @@ def works(
                 (Path(folder) / WEIGHTS_FILE).write_bytes(weights)
                 yield name, partial(load_adapter, Path(folder))
     else:
-        model = str(ensure_noise_model())
-        reader = BodyReader(ModelText(model), ProxyConfig("proxy-0", "", model, "m"))
+        reader = make_reader()
         fields = None if read_before is None else new_fields(all_structs()[kind], read_before)
         for name, body in bodies(all_structs()[kind], max_bytes, fields):
             yield name, partial(read, reader, kind, body)
@@ -74,6 +73,11 @@ def new_fields(struct: Any, read_before: list[tuple[str, Any]]) -> list[str]:
     new = [field for field in body.fields if (field.encode_name, field.type) not in read_before]
     read_before += [(field.encode_name, field.type) for field in new]
     return [field.encode_name for field in new]
+
+
+def make_reader() -> BodyReader:
+    model = str(ensure_noise_model())
+    return BodyReader(ModelText(model), ProxyConfig("proxy-0", "", model, "m"))
 
 
 def read(reader: BodyReader, kind: str, body: bytes) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tandem.proxy.http import api_keys
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.fake_workers import FakeWorkers, Proxy, proxy_with_workers
 from tests.support.proxy_cluster import Cluster, play, turn
 from tests.support.sse import events_of
 from tests.support.waiting import until, wait_until
@@ -173,22 +173,12 @@ def test_a_revoked_keys_request_ends_on_the_workers_too() -> None:
     play(scenario)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_tokenizer(tmp_path)
-    return tmp_path
+def test_revoking_a_key_ends_its_stream_with_one_error(tmp_path: Path, file: Path) -> None:
+    with proxy_with_workers(tmp_path, api_keys_file=str(file)) as (proxy, workers):
+        end_stream_of_revoked_key(proxy, workers, file)
 
 
-@pytest.fixture
-def proxy(folder: Path, file: Path) -> Iterator[Proxy]:
-    with Proxy(folder, api_keys_file=str(file)) as started:
-        yield started
-
-
-def test_revoking_a_key_ends_its_stream_with_one_error(proxy: Proxy, folder: Path, file: Path) -> None:
-    stall = make_tokenizer(folder).encode_batch_fast(["stall"])[0].ids
-    workers = FakeWorkers(folder, [proxy.control], [-1], stall)
-    proxy.wait_for(200)
+def end_stream_of_revoked_key(proxy: Proxy, workers: FakeWorkers, file: Path) -> None:
     lines: list[str] = []
     fields = {"prompt": "stall", "max_tokens": 50, "stream": True}
 
@@ -215,4 +205,3 @@ def test_revoking_a_key_ends_its_stream_with_one_error(proxy: Proxy, folder: Pat
     assert error["error"]["code"] == "invalid_api_key" and "revoked" in error["error"]["message"]
     assert sum("error" in line for line in lines) == 1
     wait_until(lambda: bool(workers.aborted["decode"]))
-    workers.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +14,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.budgets import AnswerBudget, ClientSlots, DescriptorBudget
-from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.http.api_keys import ApiKeys
@@ -30,16 +29,21 @@ from tests.support.proxy_cluster import FakeText, turn
 from tests.support.reader_pools import fork_pool, run_with
 
 
-def test_calls_are_counted_by_client_and_in_all() -> None:
-    slots = ClientSlots(max_total=3, max_per_client=2)
-    with slots.hold("a"), slots.hold("a"):
-        with pytest.raises(ClientLimitExceeded) as own, slots.hold("a"):
-            pass
-        with slots.hold("b"), pytest.raises(QueueFull) as full, slots.hold("c"):
-            pass
-        assert (status_of(own.value), status_of(full.value)) == (429, 503)
-    with slots.hold("a"), slots.hold("a"), slots.hold("b"):
-        pass
+@asynccontextmanager
+async def client_of_an_app(folder: Path, **parts: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """parts: of the app's state, besides those of a proxy with two keys and no workers."""
+    (folder / "keys").write_text("one\ntwo\n")
+    state: Any = SimpleNamespace(
+        **{
+            "answer_budget": AnswerBudget(), "descriptors": DescriptorBudget(),
+            "api_keys": ApiKeys(None, folder / "keys"), "bodies": RequestBodies(100_000, 10), "calls": ClientSlots(),
+            "media": None, "readers": StuckReaders(), "responses": None, "batches": None, "request_timeout_s": 60,
+            "worker_table": WorkerTable(2.5), **parts,
+        }
+    )  # fmt: skip
+    app = make_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "not in this test")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+        yield client
 
 
 class StuckReaders:
@@ -55,25 +59,8 @@ class StuckReaders:
 
 def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) -> None:
     async def run() -> None:
-        config = ProxyConfig("proxy-0", "", "m", "m")
-        file = tmp_path / "keys"
-        file.write_text("one\ntwo\n")
         readers = StuckReaders()
-        state: Any = SimpleNamespace(
-            answer_budget=AnswerBudget(),
-            descriptors=DescriptorBudget(),
-            api_keys=ApiKeys(None, file),
-            bodies=RequestBodies(100_000, 10),
-            calls=ClientSlots(max_per_client=2),
-            media=None,
-            readers=readers,
-            responses=None,
-            batches=None,
-            request_timeout_s=60,
-            worker_table=WorkerTable(2.5),
-        )
-        transport = httpx.ASGITransport(make_app(config, state, lambda worker_id, role: "not in this test"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+        async with client_of_an_app(tmp_path, calls=ClientSlots(max_per_client=2), readers=readers) as client:
 
             async def call(key: str, path: str) -> httpx.Response:
                 return await client.post(path, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
@@ -145,15 +132,6 @@ def test_too_many_tokens_and_a_text_that_is_too_long_are_refused(
 
 def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_path: Path) -> None:
     async def run() -> None:
-        keys = tmp_path / "keys"
-        keys.write_text("one\ntwo\n")
-        state: Any = SimpleNamespace(
-            answer_budget=AnswerBudget(), descriptors=DescriptorBudget(),
-            api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
-            calls=ClientSlots(), media=None, readers=StuckReaders(), request_timeout_s=60,
-            worker_table=WorkerTable(2.5), responses=None, batches=BatchRunner(tmp_path / "data", None),
-        )  # fmt: skip
-        app = make_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "not in this test")
         begun, may_end = asyncio.Semaphore(0), asyncio.Event()
         form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx'
@@ -164,7 +142,7 @@ def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_p
             await may_end.wait()
             yield b"\r\n--b--\r\n"
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+        async with client_of_an_app(tmp_path, batches=BatchRunner(tmp_path / "data", None)) as client:
 
             async def upload(key: str, content: Any) -> httpx.Response:
                 headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=b"}

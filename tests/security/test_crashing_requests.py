@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -54,10 +54,12 @@ async def after(seconds: float) -> None:
 
 
 class Workers:
-    """Plays workers that compute what they hold in a random order. A worker that computes POISON dies and is replaced.
+    """Plays workers that compute what they hold in a random order. One that computes a killer dies and is replaced.
 
-    num_killed: by POISON. reports_first: the peer of a dead worker reports its loss before the launcher does.
-    names_step: workers fail by an error, and name the attempts of the step: POISON's and some others that they hold.
+    kills: whether a prompt of these bytes is a killer, by default POISON alone. killers_first: they are computed before
+    others, so they always find some beside them. num_killed: workers so far. reports_first: the peer of a dead worker
+    reports its loss before the launcher does. names_step: workers fail by an error, and name the attempts of the step:
+    the killer's and some others that they hold.
     """
 
     def __init__(
@@ -66,9 +68,12 @@ class Workers:
         rng: random.Random,
         reports_first: bool = False,
         names_step: bool = False,
-        roles: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode"),
+        roles: Sequence[Role] = ("prefill", "prefill", "decode", "decode"),
+        kills: Callable[[bytes], bool] = lambda prompt: prompt == POISON.token_ids,
+        killers_first: bool = False,
     ) -> None:
         self.cluster, self._rng, self._reports_first, self._names_step = cluster, rng, reports_first, names_step
+        self._kills, self._killers_first = kills, killers_first
         self._num_joined = 0
         self.num_killed = 0
         self.answers: dict[int, list[int] | TandemError] = {}
@@ -115,17 +120,23 @@ class Workers:
             await self.compute_one()
         raise AssertionError(f"{len(self._readers) - len(self.answers)} requests have no answer")
 
+    def in_flight(self) -> dict[str, bool]:
+        """Returns whether they are killers, of the attempts that are in flight."""
+        starts = {s.attempt_ids[0]: s for _, s in self.cluster.pool.of(StartPrefill)}
+        running = (key for key, each in self.cluster.dispatcher._running.items() if not each.is_over)
+        return {key: self._kills(starts[key].token_ids[:12]) for key in running}
+
     async def compute_one(self) -> None:
         """Some worker computes some prompt that it holds, and decode finishes it."""
-        starts = {s.attempt_ids[0]: s for _, s in self.cluster.pool.of(StartPrefill)}
-        running = [key for key, each in self.cluster.dispatcher._running.items() if not each.is_over]
+        running = self.in_flight()
         if not running:
             pass_time(0.1)  # until a delayed retry
             return
-        attempt_id = self._rng.choice(running)
+        first = [key for key, is_killer in running.items() if is_killer and self._killers_first]
+        attempt_id = self._rng.choice(first or list(running))
         route = self.cluster.dispatcher._running[attempt_id].route
         assert route.prefill is not None and route.decode is not None
-        if starts[attempt_id].token_ids[:12] == POISON.token_ids:
+        if running[attempt_id]:
             self.num_killed += 1
             await self.end(route.prefill, attempt_id)
             return
@@ -273,49 +284,6 @@ def test_what_is_no_reason_for_suspicion() -> None:
     play(scenario)
 
 
-class Killers(Workers):
-    """Workers that every prompt of `killers` kills; a killer is never sent twice, so no earlier death points to it."""
-
-    def __init__(
-        self, cluster: Cluster, rng: random.Random, num_workers: int, innocents: list[Prompt], names_step: bool
-    ) -> None:
-        super().__init__(cluster, rng, names_step=names_step)
-        self._innocents = innocents
-        for worker in self.cluster.worker_table.workers():
-            self.cluster.lose(worker, has_crashed=False)
-        for role in ("prefill", "decode"):
-            for _ in range(num_workers):
-                self.join(role)
-
-    def _in_flight(self) -> dict[str, bool]:
-        """Returns whether they are killers, of the attempts that are in flight."""
-        starts = {s.attempt_ids[0]: s for _, s in self.cluster.pool.of(StartPrefill)}
-        innocent_ids = [each.token_ids for each in self._innocents]
-        running = (key for key, each in self.cluster.dispatcher._running.items() if not each.is_over)
-        return {key: starts[key].token_ids[:12] not in innocent_ids for key in running}
-
-    def has_innocents_in_flight(self) -> bool:
-        return not all(self._in_flight().values())
-
-    async def compute_one(self) -> None:
-        """A killer goes first: it always finds others beside it."""
-        running = self._in_flight()
-        if not running:
-            pass_time(0.1)
-            return
-        killers = [key for key, is_killer in running.items() if is_killer]
-        attempt_id = self._rng.choice(killers or list(running))
-        route = self.cluster.dispatcher._running[attempt_id].route
-        assert route.decode is not None
-        if killers:
-            self.num_killed += 1
-            await self.end(route.prefill, attempt_id)
-            return
-        self.cluster.first(attempt_id, 1, worker=route.prefill)
-        self.cluster.token(attempt_id, 2, worker=route.decode)
-        self.cluster.token(attempt_id, 3, "length", worker=route.decode)
-
-
 @pytest.mark.parametrize("names_step", [False, True], ids=["not named", "named"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @given(st.integers(0, 1 << 16), st.integers(1, 4), st.integers(1, 12))
@@ -323,17 +291,25 @@ class Killers(Workers):
 def test_innocents_are_not_blamed_for_new_killers(
     num_workers: int, names_step: bool, seed: int, num_innocents: int, num_killers: int
 ) -> None:
-    """Another client sends a new killer whenever an innocent prompt is in flight, so that each meets their retries."""
+    """Another client sends a new killer whenever an innocent prompt is in flight, so that each meets their retries.
+
+    No killer is sent twice, so no earlier death points to it.
+    """
 
     async def scenario(cluster: Cluster) -> None:
         innocents = [innocent(number) for number in range(num_innocents)]
-        workers = Killers(cluster, random.Random(seed), num_workers, innocents, names_step)
+        harmless = {each.token_ids for each in innocents}
+        both: tuple[Role, ...] = ("prefill", "decode")
+        roles = [role for role in both for _ in range(num_workers)]
+        workers = Workers(
+            cluster, random.Random(seed), False, names_step, roles, lambda prompt: prompt not in harmless, True
+        )
         for prompt in innocents:
             workers.start(prompt)
         num_sent = 0
         for _ in range(LIMIT_STEPS):
             await turn()
-            if num_sent < num_killers and workers.has_innocents_in_flight():
+            if num_sent < num_killers and not all(workers.in_flight().values()):
                 workers.start(Prompt(pack_token_ids([66, 6, num_sent]), 3))
                 num_sent += 1
             if len(workers.answers) == len(workers._readers):
@@ -385,9 +361,7 @@ def test_a_trial_closes_its_workers_for_a_limited_time() -> None:
     """A suspect that computes for long does not keep the only worker from others for ever, and proves nothing then."""
 
     async def scenario(cluster: Cluster) -> None:
-        workers = Workers(cluster, random.Random(0), reports_first=False)
-        for worker in cluster.worker_table.workers()[1::2]:
-            cluster.lose(worker, has_crashed=False)
+        workers = Workers(cluster, random.Random(0), roles=("prefill", "decode"))
         workers.start(POISON)
         for _ in range(2):
             await turn()

@@ -6,14 +6,12 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, FetchPolicy, MediaFetcher, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
@@ -197,33 +195,6 @@ def test_one_client_cannot_hold_all_fetched_bytes() -> None:
     fetcher.held.give_back("attacker", 750)
     fetcher.held.take("third", 1)
     fetcher.close()
-
-
-def test_slots_go_to_the_client_that_holds_the_fewest_in_turn() -> None:
-    async def test() -> None:
-        slots = FairSlots(2, 2)
-        order: list[str] = []
-
-        async def work(client: str, end: Future[None]) -> None:
-            async with slots.slot(client):
-                order.append(client)
-                await asyncio.wrap_future(end)
-
-        ends: list[Future[None]] = [Future() for _ in range(8)]
-        clients = ["a", "a", "a", "a", "b", "b", "c", "a"]
-        tasks = [asyncio.create_task(work(client, end)) for client, end in zip(clients, ends, strict=True)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        tasks[6].cancel()  # waiting for a slot
-        for end in ends:
-            end.set_result(None)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results].count(asyncio.CancelledError) == 1
-        assert order[:3] == ["a", "a", "b"] and sorted(order) == sorted("aaaabba")
-        async with slots.slot("a"), slots.slot("a"):
-            pass
-
-    run(test)
 
 
 @pytest.mark.parametrize("allow_private", [False, True])

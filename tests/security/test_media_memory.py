@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_media_requests import media_process
 from tests.support.cluster import children_of
 from tests.support.hostile_media import with_long_index
 from tests.support.media_proxy import data_url, image_part, media_proxy, video_part
@@ -29,7 +28,7 @@ def test_a_video_bomb_fails_at_the_limit_of_its_sandbox(tmp_path: Path) -> None:
     video = video_part(data_url(clip(6), "video/mp4"))
     with media_proxy(tmp_path) as served:
         assert served.chat(image, "and", video).status_code == 200
-        pid = media_process(served)
+        pid = served.media_process()
         sandboxes = sorted(children_of(pid))[1:]  # without the fork server
         limits = {each: resource.prlimit(each, resource.RLIMIT_DATA)[0] for each in sandboxes}
         used = {each: limit - memory_of(each, "VmData") for each, limit in limits.items() if limit > 0}
@@ -43,4 +42,4 @@ def test_a_video_bomb_fails_at_the_limit_of_its_sandbox(tmp_path: Path) -> None:
         for sandbox in set(children_of(pid)) & set(sandboxes):  # others have ended at the limit
             assert memory_of(sandbox, "VmHWM") - before[sandbox] <= 128 << 20
         assert served.chat(image, "again").status_code == 200
-        assert media_process(served) == pid
+        assert served.media_process() == pid

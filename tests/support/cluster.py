@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -28,6 +30,7 @@ from tests.support.ports import free_port
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 500.0
 MODEL = "tandem-demo"
 
 NOW = {"Cache-Control": "no-cache"}
@@ -39,6 +42,47 @@ OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "
 
 def tandem(*arguments: str, python: str = sys.executable) -> list[str]:
     return [python, "-m", "tandem.deploy.cli", *arguments]
+
+
+def run_tandem(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end. env: further variables."""
+    command, variables = tandem(*arguments), {**os.environ, **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=variables)
+
+
+def refused_start(*arguments: str) -> str:
+    """Returns what `tandem up` prints as it refuses to start: with exit code 2, and without a traceback."""
+    done = run_tandem("up", "--port", str(free_port()), *arguments)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip()
+
+
+@contextmanager
+def joined(
+    arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({}), within: Sequence[str] = ()
+) -> Iterator[int]:
+    """Runs `tandem worker`, which must join a cluster and end when it is told to. Yields its process id.
+
+    within: a command that runs it, as its child or in its own place.
+    """
+    command, variables = [*within, *tandem("worker", *arguments)], {**os.environ, **env}
+    with tempfile.TemporaryFile("w+") as output:
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
+        try:
+            yield started.pid
+        finally:
+            for pid in (started.pid, *children_of(started.pid)):
+                if command_line(pid)[0] == sys.executable:
+                    os.kill(pid, signal.SIGTERM)
+                    break
+            try:
+                started.wait(60)
+            finally:
+                started.kill()
+        output.seek(0)
+        text = output.read()
+    assert started.returncode == 0 and "have joined" in text, text
 
 
 class Cluster:
@@ -125,6 +169,10 @@ class Cluster:
         [choice] = self.complete(prompt=prompt, max_tokens=max_tokens, **fields)["choices"]
         token_ids: list[int] = choice["token_ids"]
         return token_ids
+
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of `tandem` on this cluster."""
+        return run_tandem(*arguments, "--port", str(self.port), **env)
 
     # ---- state as an operator sees it
 

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 from unittest.mock import MagicMock
 
@@ -66,26 +68,28 @@ STEP_S = 0.002
 
 
 class FakeWorkers:
-    """Prefill workers and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
+    """Prefill workers and one decode worker on a thread with a loop.
 
-    computed_by: names of the workers that got the prompts, by attempt. tiers: blocks that a worker reports in its host
-    memory, by its name; ClearCache evicts them. fail_at: where the first of the sequences that share a prompt fails,
-    with which error: at "prefill", before decode has reserved ("reserve"), or at the third token ("decode").
+    sticks: prompts that begin with "hold" get no answer, and those with "stall" three tokens. computed_by: names of the
+    workers that got the prompts, by attempt. tiers: blocks that a worker reports in its host memory, by its name;
+    ClearCache evicts them. fail_at: where the first of the sequences that share a prompt fails, with which error: at
+    "prefill", before decode has reserved ("reserve"), or at the third token ("decode").
     """
 
     def __init__(
         self,
         folder: Path,
         controls: list[str],
-        hold: list[int],
-        stall: list[int],
         max_model_len: int = MAX_MODEL_LEN,
         step_s: float = STEP_S,
         num_prefill: int = 1,
+        sticks: bool = True,
     ) -> None:
         self._roles: dict[str, Role] = {f"prefill-{i}": "prefill" for i in range(num_prefill)}
         self._roles["decode-0"] = "decode"
-        self._folder, self._controls, self._hold, self._stall = folder, controls, hold, stall
+        self._folder, self._controls = folder, controls
+        ids = _byte_tokenizer().encode_batch_fast(["hold", "stall"])
+        self._hold, self._stall = (each.ids if sticks else [-1] for each in ids)
         self._max_model_len, self._step_s = max_model_len, step_s
         self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
         self.seen: list[str] = []
@@ -242,12 +246,17 @@ class FakeWorkers:
         self._thread.join(5)
 
 
-def make_tokenizer(folder: Path, chat_template: str = TEMPLATE, markers: Sequence[str] = ()) -> Tokenizer:
-    """Writes the text files of a model whose tokens are bytes. markers: texts that are special tokens besides."""
+def _byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_tokenizer(folder: Path, chat_template: str = TEMPLATE, markers: Sequence[str] = ()) -> Tokenizer:
+    """Writes the text files of a model whose tokens are bytes. markers: texts that are special tokens besides."""
+    tokenizer = _byte_tokenizer()
     tokenizer.add_special_tokens(["</s>", *markers])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": chat_template}
@@ -307,3 +316,20 @@ class Proxy:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(30)
+
+
+@contextmanager
+def proxy_with_workers(
+    folder: Path, workers: Mapping[str, Any] = MappingProxyType({}), **config: Any
+) -> Iterator[tuple[Proxy, FakeWorkers]]:
+    """Starts a proxy and its workers. workers: arguments of `FakeWorkers`. config: of `Proxy`."""
+    if not (folder / "tokenizer.json").exists():
+        make_tokenizer(folder)
+    with Proxy(folder, **config) as proxy:
+        proxy.wait_for(503)
+        running = FakeWorkers(folder, [proxy.control], **workers)
+        try:
+            proxy.wait_for(200)
+            yield proxy, running
+        finally:
+            running.stop()

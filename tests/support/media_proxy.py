@@ -18,8 +18,10 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media_cache import MediaCacheStatus
 from tandem.protocol.sockets import new_context
-from tests.support.fake_workers import FakeWorkers, Proxy
+from tests.support.cluster import children_of, command_line
+from tests.support.fake_workers import FakeWorkers, Proxy, proxy_with_workers
 from tests.support.vision_model import save_processor
+from tests.support.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -45,6 +47,18 @@ class MediaProxy:
     def dispatched(self) -> StartPrefill:
         """Returns the last dispatched prompt."""
         return self.workers._started[self.workers.seen[-1]]
+
+    def media_process(self) -> int:
+        """Returns the process id of the proxy's media process, once there is one."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            name = "tandem.proxy.reading.media_program"
+            found[:] = [pid for pid in children_of(self.proxy.process.pid) if name in command_line(pid)]
+            return len(found) == 1
+
+        wait_until(is_there, 120.0)
+        return found[0]
 
     def cache_status(self) -> MediaCacheStatus:
         return ask_cache(f"ipc://{self.folder}/cache.sock", MediaCacheClient.status)
@@ -81,14 +95,8 @@ def media_proxy(folder: Path, capacity_bytes: int = 256 << 20, **config: Any) ->
         **config,
     }
     try:
-        with Proxy(folder, **options) as proxy:
-            proxy.wait_for(503)
-            workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=4096)  # -1: nothing is held
-            try:
-                proxy.wait_for(200)
-                yield MediaProxy(folder, proxy, workers)
-            finally:
-                workers.stop()
+        with proxy_with_workers(folder, {"max_model_len": 4096, "sticks": False}, **options) as (proxy, workers):
+            yield MediaProxy(folder, proxy, workers)
     finally:
         cache.kill()
         cache.wait()

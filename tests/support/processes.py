@@ -1,4 +1,4 @@
-"""CPU time and memory of processes, read from /proc."""
+"""CPU time, memory and children of processes, read from /proc."""
 
 from __future__ import annotations
 
@@ -55,3 +55,29 @@ def family_cpu_s(pid: int) -> float:
     while grown := {child for child, parent in parents.items() if parent in family} - family:
         family |= grown
     return sum(ticks[member] for member in family) / _TICKS_PER_S
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns all descendants. A child belongs to the thread that started it, so all threads are searched."""
+    try:
+        tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    found: list[int] = []
+    for task in tasks:
+        try:
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """Returns the memory of a process that it shares with no other; 0 of one that has ended."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    except (OSError, ValueError):  # it has ended
+        return 0
+    return 4096 * (resident - shared)

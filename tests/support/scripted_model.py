@@ -40,7 +40,7 @@ class ScriptedWorkers(FakeWorkers):
     def __init__(self, folder: Path, controls: list[str], tokenizer: Tokenizer, script: Script) -> None:
         self._tokenizer, self._script = tokenizer, script
         self.prompts: list[str] = []
-        super().__init__(folder, controls, [-1], [-1], max_model_len=2**20, step_s=0)
+        super().__init__(folder, controls, max_model_len=2**20, step_s=0, sticks=False)
 
     def reply(self, token_ids: list[int]) -> list[int]:
         prompt = self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -14,12 +14,13 @@ import pytest
 from tandem.deploy.processes.runtime_dir import log_dir
 from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
-from tests.faults.streams import Stream, descendants
+from tests.faults.streams import Stream
 from tests.integration.vllm.dozen_streams import begin, bodies, check, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
 from tests.support.cluster import MODEL, Cluster, children_of, command_line, is_alive, is_copy, tandem
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
+from tests.support.processes import descendants
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches
 from tests.support.vllm_python import vllm_python
 

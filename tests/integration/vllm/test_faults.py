@@ -16,11 +16,12 @@ import pytest
 
 from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
-from tests.faults.streams import Stream, descendants
+from tests.faults.streams import Stream
 from tests.integration.vllm.dozen_streams import LIMIT_S, begin, check, check_answers, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
 from tests.integration.vllm.held_phases import CHUNK, NUMBERS, PHASES, RESUMED_CHUNK, HeldPhases
 from tests.support.cluster import Cluster, is_alive, tandem
+from tests.support.processes import descendants
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches, nixl_environment_of_vllm
 from tests.support.vllm_python import vllm_python
 

@@ -181,7 +181,7 @@ def run(num_inputs: int, seed: int) -> dict[str, dict[str, Any]]:
             Proxy(folder, name="clear", **limits) as clear,
             Proxy(folder, name="tls", **limits, **tls_files) as encrypted,
         ):
-            workers = FakeWorkers(folder, [clear.control, encrypted.control], [-1], [-1])
+            workers = FakeWorkers(folder, [clear.control, encrypted.control])
             clear.wait_for(200)
             try:
                 return {
