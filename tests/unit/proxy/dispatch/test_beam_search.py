@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
@@ -26,8 +28,9 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, TandemError, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import EOS, PREFILL, Cluster, play, whole
+from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, play, turn, whole
 
+OTHER_PREFILLS = [WorkerInfo(f"prefill-{number}", f"e{number}", "prefill", "ipc://", number) for number in (3, 4)]
 NUM_TOKENS = 3
 END = 0
 
@@ -225,6 +228,22 @@ def test_a_request_gets_its_best_beams() -> None:
         assert cluster.dispatcher.num_running == 0 and made.record.outcome == "length"
 
     play(test)
+
+
+def test_all_steps_of_an_exact_search_are_computed_alike() -> None:
+    async def test(cluster: Cluster) -> None:
+        x, y = cluster.text.ids("xy")
+        cluster.join(PREFILL, DECODE, numerics=Numerics(instruction_set="avx512"))
+        task = asyncio.create_task(whole(answers(cluster)[1]))
+        await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
+        await turn()
+        cluster.join(*OTHER_PREFILLS, numerics=Numerics(instruction_set="avx2"))
+        await step(cluster, 1, [[(x, -0.1), (y, -3.0)], [(y, -0.2), (x, -4.0)]])
+        await step(cluster, 3, [[(x, -0.1), (y, -5.0)], [(x, -9.0), (y, -9.5)]])
+        await task
+        assert {worker_id for worker_id, _ in cluster.pool.of(StartPrefill)} == {PREFILL.worker_id}
+
+    play(test, workers=())
 
 
 def test_the_beams_of_several_prompts_are_numbered_as_openai_does() -> None:

@@ -63,19 +63,6 @@ def test_a_broken_prompt_leaves_the_others_that_wait_for_a_worker() -> None:
     play(test, worker_wait_s=30, workers=())
 
 
-def test_a_worker_that_generates_too_much_fails_the_request() -> None:
-    async def test(cluster: Cluster) -> None:
-        [sequence] = cluster.start([SamplingParams()], 2, 60)
-        cluster.first(cluster.started(), 5)
-        cluster.token(cluster.started(), 6)
-        cluster.token(cluster.started(), 7)
-        with pytest.raises(InternalError):
-            cluster.dispatcher.take(sequence)
-        cluster.dispatcher.drop(sequence)
-
-    play(test)
-
-
 def test_a_wrong_count_ends_the_sequence_and_tells_its_workers() -> None:
     async def test(cluster: Cluster) -> None:
         [sequence] = cluster.start([SamplingParams()], 5, 60)

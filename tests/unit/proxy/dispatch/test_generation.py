@@ -13,12 +13,10 @@ from msgspec.structs import replace as replace_struct
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.messages.dispatch import (
-    AttemptPreempted,
     FirstToken,
-    PrepareDecode,
     StartPrefill,
 )
-from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerInfo, WorkerLoad, WorkerStatus
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -32,7 +30,7 @@ from tandem.runtime.errors import InternalError, Overloaded
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn, whole
 
-# ---- from a request body to text
+OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
 
 
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
@@ -160,27 +158,6 @@ def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
         body = json.loads(await task)
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"text {i}") for i in range(4)]
         assert body["usage"]["prompt_tokens"] == 2
-
-    play(test)
-
-
-def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
-    async def test(cluster: Cluster) -> None:
-        reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
-        await turn()
-        cluster.first(cluster.started(), 5)
-        cluster.token(cluster.started(), 6)
-        cluster.dispatcher.on_message(DECODE, AttemptPreempted(cluster.started()))
-        await turn()
-        (_, start), (_, prepare) = cluster.pool.of(StartPrefill)[1], cluster.pool.of(PrepareDecode)[1]
-        for message in (start, prepare):
-            assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
-        assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
-        cluster.token(cluster.started(), 99)  # a late token of the previous attempt
-        cluster.first(cluster.started(1), 7)
-        cluster.token(cluster.started(1), 8, "stop")
-        assert await reader == ([5, 6, 7, 8], "stop")
-        assert not cluster.aborted()
 
     play(test)
 
@@ -373,5 +350,37 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
         [attempt_id] = await prefills(cluster, 1)
         feed(cluster, attempt_id, "ab", "length")
         await task
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("generated", "num_before", "fields", "shown", "num_tokens"),
+    [
+        ("né ENDx", 5, {}, "né ", 7),  # in the middle of the stop string
+        ("END END END", 4, {"min_tokens": 5}, "END ", 7),  # tokens from before the migration count
+    ],
+)
+def test_text_and_stop_strings_continue_across_workers(
+    generated: str, num_before: int, fields: dict[str, Any], shown: str, num_tokens: int
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, stop=["END"], **fields)
+        task = asyncio.create_task(whole(answers))
+        [old] = await prefills(cluster, 1)
+        ids = cluster.text.ids(generated)
+        cluster.first(old, ids[0])
+        for token_id in ids[1:num_before]:
+            cluster.token(old, token_id)
+        cluster.lose(DECODE)
+        cluster.join(OTHER_DECODE)
+        new = (await prefills(cluster, 2))[1]
+        assert unpack_token_ids(cluster.pool.of(StartPrefill)[1][1].token_ids)[3:] == ids[:num_before]
+        cluster.first(new, ids[num_before])
+        for token_id in ids[num_before + 1 :]:
+            cluster.token(new, token_id, worker=OTHER_DECODE)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (shown, "stop")
+        assert body["usage"]["completion_tokens"] == num_tokens
 
     play(test)

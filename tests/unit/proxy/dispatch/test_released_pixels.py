@@ -13,7 +13,6 @@ import pytest
 
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, StartPrefill
 from tandem.protocol.messages.media import MediaItem
-from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
@@ -23,9 +22,8 @@ from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, Overloaded, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play, turn, whole
-from tests.unit.proxy.dispatch.test_generation import prefills
+from tests.unit.proxy.dispatch.test_generation import OTHER_DECODE, prefills
 
-OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
 ITEM = MediaItem(b"d" * 32, "image", ((0, 1),), "/proc/1/fd/1", ())
 
 
