@@ -9,40 +9,36 @@ import pytest
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded, TandemError
-from tests.support.clocked_loop import run_in_no_time
+from tests.support.async_tests import in_no_time
 from tests.unit.proxy.cluster.router_machine import RouterMachine
 
 
-def test_a_new_proxy_waits_for_its_first_worker() -> None:
-    async def test() -> None:
-        world = RouterMachine(1, 0)
-        [prefill] = world.prefills
-        world.table = WorkerTable(2.5)
-        readiness = WorkerReadiness(world.table, 1, 60)
-        waiting = asyncio.ensure_future(readiness.limits())
-        await asyncio.sleep(50)
-        readiness.on_cluster_changed()
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        with pytest.raises(Overloaded):
-            await readiness.limits()  # one waits already
-        world.join(prefill)
-        readiness.on_cluster_changed()
-        assert (await waiting).max_model_len == 4096
-
-    run_in_no_time(test())
+@in_no_time
+async def test_a_new_proxy_waits_for_its_first_worker() -> None:
+    world = RouterMachine(1, 0)
+    [prefill] = world.prefills
+    world.table = WorkerTable(2.5)
+    readiness = WorkerReadiness(world.table, 1, 60)
+    waiting = asyncio.ensure_future(readiness.limits())
+    await asyncio.sleep(50)
+    readiness.on_cluster_changed()
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    with pytest.raises(Overloaded):
+        await readiness.limits()  # one waits already
+    world.join(prefill)
+    readiness.on_cluster_changed()
+    assert (await waiting).max_model_len == 4096
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_the_wait_ends_with_its_time_and_with_the_server(stops: bool) -> None:
-    async def test() -> None:
-        readiness = WorkerReadiness(WorkerTable(2.5), 1, 60)
-        waiting = asyncio.ensure_future(readiness.limits())
-        await asyncio.sleep(1)
-        if stops:
-            readiness.fail_all(TandemError("the server stops"))
-        with pytest.raises(TandemError, match="the server stops" if stops else "no worker is ready"):
-            await waiting
-        assert asyncio.get_running_loop().time() == (1 if stops else 60)
-
-    run_in_no_time(test())
+@in_no_time
+async def test_the_wait_ends_with_its_time_and_with_the_server(stops: bool) -> None:
+    readiness = WorkerReadiness(WorkerTable(2.5), 1, 60)
+    waiting = asyncio.ensure_future(readiness.limits())
+    await asyncio.sleep(1)
+    if stops:
+        readiness.fail_all(TandemError("the server stops"))
+    with pytest.raises(TandemError, match="the server stops" if stops else "no worker is ready"):
+        await waiting
+    assert asyncio.get_running_loop().time() == (1 if stops else 60)
