@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 RULER = "----"
 SCRIPTS = {
     "unit/handover/scripts": "tests.unit.handover.test_scripts",
+    "unit/proxy/cluster/scripts": "tests.unit.proxy.cluster.test_scripts",
     "unit/proxy/dispatch/scripts": "tests.unit.proxy.dispatch.test_scripts",
 }
 """Folders of scripts, and the modules whose `machine_of(file)` returns the function that plays an event."""
