@@ -1,8 +1,8 @@
 """Prints a random sample of the faults that cosmic-ray makes in the packages of a cluster's control, as JSON.
 
-Each is a list: operator, file, text, and what replaces it.
+Packages are folders; with none, all of `PACKAGES`. Each mutant is a list: operator, file, text, and what replaces it.
 
-    uv run --no-project --with cosmic-ray==8.7.0 python tests/mutants/draw_mutants.py ROOT NUMBER SEED
+    uv run --no-project --with cosmic-ray==8.7.0 python tests/mutants/draw_mutants.py ROOT NUMBER SEED [PACKAGE]...
 
 Runs outside of Tandem's environment, because nothing else needs cosmic-ray. Left out is what can change nothing or what
 is no fault of the kind that is looked for: annotations, which nothing evaluates, and calls of a log.
@@ -14,7 +14,7 @@ import ast
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ def operators() -> list[tuple[str, Any]]:
     return [(name, operator()) for name, operator in found if not operator.arguments()]
 
 
-def places(root: Path) -> Iterator[tuple[Path, str, Any, int]]:
+def places(root: Path, packages: Sequence[str]) -> Iterator[tuple[Path, str, Any, int]]:
     """Yields (file, name of the operator, operator, number of the place)."""
-    for package in PACKAGES:
+    for package in packages:
         for file in sorted((root / package).rglob("*.py")):
             nodes = list(ast_nodes(get_ast(file.read_text())))
             for name, operator in operators():
@@ -93,8 +93,8 @@ def as_replacement(source: str, changed: str) -> tuple[str, str]:
     return "".join(old[first:last]), "".join(new[first : last + shift])
 
 
-def main(root: Path, number: int, seed: int) -> None:
-    all_places = list(places(root))
+def main(root: Path, number: int, seed: int, packages: Sequence[str]) -> None:
+    all_places = list(places(root, packages))
     random.Random(seed).shuffle(all_places)
     mutants: list[tuple[str, ...]] = []
     for file, name, operator, place in all_places:
@@ -113,4 +113,4 @@ def main(root: Path, number: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or PACKAGES)

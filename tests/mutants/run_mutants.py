@@ -1,11 +1,14 @@
 """Faults made by a machine, each tried on seeds of the simulator and on the unit tests of its package.
 
     python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--rest] [--limit-s SECONDS]
-        [--kept FILE] [--json FILE]
+        [--spare] [--package proxy/dispatch]... [--kept FILE] [--json FILE]
 
 cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the source, in which the tests and the
 simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter. Of
 mutants that pass the tests, seeds take a minute each, so with --rest they are spared for those that the tests show.
+
+--spare also says which unit tests the sample did not need: all mutants that they show, seeds or scripts show, too. All
+tests run with each mutant then, also after one has failed, and seeds with those that no script shows.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 import msgspec
 
@@ -30,27 +35,39 @@ from tests.simulation.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 COSMIC_RAY = "cosmic-ray==8.7.0"
+SCRIPTED = "/test_scripts.py::"
+"""Is in the names of tests that play scripts (`tests/support/scripts.py`)."""
 _TESTS_LIMIT_S = 600.0
 _SEED_LIMIT_S = 20.0
 _START_LIMIT_S = 60.0
 """Limits after which a process counts as hanging, which shows the fault. The tests take a tenth, a seed a fiftieth."""
 
+_PYTEST = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "not extended"]
+
 
 class Outcome(msgspec.Struct):
-    """A mutant, and whether something failed with it. None: not tried."""
+    """A mutant, and whether something failed with it. None: not tried. failed: the tests, if all of them were run."""
 
     mutant: Mutation
     by_tests: bool | None = None
     by_seeds: bool | None = None
+    failed: list[str] | None = None
 
     @property
     def is_decided(self) -> bool:
         """Whether it is known whether something shows the mutant."""
         return bool(self.by_tests or self.by_seeds) or (self.by_tests is not None and self.by_seeds is not None)
 
+    @property
+    def by_scripts(self) -> bool:
+        return any(SCRIPTED in each for each in self.failed or ())
 
-def draw(number: int, seed: int) -> list[Mutation]:
-    """Returns random mutants, for which cosmic-ray is installed into a temporary environment."""
+
+def draw(number: int, seed: int, packages: Sequence[str] = ()) -> list[Mutation]:
+    """Returns random mutants, for which cosmic-ray is installed into a temporary environment.
+
+    packages: their folders; with none, all of the control's.
+    """
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     script = Path(__file__).with_name("draw_mutants.py")
     command = [
@@ -64,6 +81,7 @@ def draw(number: int, seed: int) -> list[Mutation]:
         str(ROOT),
         str(number),
         str(seed),
+        *packages,
     ]
     return msgspec.json.decode(subprocess.run(command, check=True, capture_output=True).stdout, type=list[Mutation])
 
@@ -102,8 +120,10 @@ class SourceCopy:
         found = [each for each, source in sources.items() if f" {package}" in source]
         return sorted(found, key=lambda each: module not in sources[each])
 
-    def attempt(self, outcome: Outcome, num_seeds: int, *, only_rest: bool = False) -> None:
+    def attempt(self, outcome: Outcome, num_seeds: int, *, only_rest: bool = False, runs_all: bool = False) -> None:
         """Tries what has not been tried. only_rest: runs no seeds with a mutant that the tests show.
+
+        runs_all: notes all tests that fail, and runs no seeds with a mutant that scripts show.
 
         Raises AssertionError if the mutant's text is not there exactly once, or if the tests of its package fail
         without it.
@@ -118,26 +138,39 @@ class SourceCopy:
         assert source.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
         file.write_text(source.replace(mutant.old, mutant.new))
         try:
+            if runs_all and outcome.failed is None:
+                outcome.by_tests, outcome.failed = self._failing_tests(package, mutant.file)
             if outcome.by_tests is None:
                 outcome.by_tests = self._tests_fail(package, mutant.file)
-            if outcome.by_seeds is None and num_seeds and not (only_rest and outcome.by_tests):
+            is_shown = (only_rest and outcome.by_tests) or outcome.by_scripts
+            if outcome.by_seeds is None and num_seeds and not is_shown:
                 outcome.by_seeds = self._seeds_fail(num_seeds)
         finally:
             file.write_text(source)
 
     def _tests_fail(self, package: str, file: str = "") -> bool:
-        options = ["-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-m", "not extended"]
-        return self._fails([*options, *self.tests_of(package, file)], _TESTS_LIMIT_S)
+        return self._fails([*_PYTEST, "-q", "-x", *self.tests_of(package, file)], _TESTS_LIMIT_S)
+
+    def _failing_tests(self, package: str, file: str) -> tuple[bool, list[str]]:
+        """Returns whether something failed, and the names of the tests.
+
+        They lack those behind one that hangs, and all if the tests cannot be imported.
+        """
+        options = ["-v", "--tb=no", "-o", "console_output_style=classic"]
+        with (self._root / "tests_output").open("w+") as output:
+            fails = self._fails([*_PYTEST, *options, *self.tests_of(package, file)], _TESTS_LIMIT_S, output)
+            output.seek(0)
+            return fails, failed_tests(output.read())
 
     def _seeds_fail(self, num_seeds: int) -> bool:
         arguments = ["-c", "from tandem.deploy.cli import main; main()", "simulate", "--seeds", f"1-{num_seeds}"]
         return self._fails(arguments, _START_LIMIT_S + _SEED_LIMIT_S * num_seeds)
 
-    def _fails(self, arguments: list[str], limit_s: float) -> bool:
+    def _fails(self, arguments: list[str], limit_s: float, output: TextIO | None = None) -> bool:
         command = [sys.executable, *arguments]
         process = subprocess.Popen(
-            command, cwd=self._root, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            command, cwd=self._root, env=self._environment, stdout=output or subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
             return process.wait(limit_s) != 0
@@ -147,6 +180,29 @@ class SourceCopy:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)  # also what a broken process has left
             process.wait()
+
+
+def failed_tests(output: str) -> list[str]:
+    """Returns the names of tests that failed, or ran when the output ended, from what pytest prints with -v."""
+    found = re.findall(r"^(tests/\S+?::.*?) (?:FAILED|ERROR)", output, re.MULTILINE)
+    if hanging := re.search(r"^(tests/\S+?::.*?) ?\Z", output, re.MULTILINE):
+        found.append(hanging[1])
+    return found
+
+
+def spare_tests(outcomes: Sequence[Outcome]) -> list[str]:
+    """Returns the tests of which each mutant that they show is shown by seeds or scripts, too.
+
+    A test with parameters is one. Tests that show no mutant are not among them, as nothing is known of them.
+    """
+    shown: set[str] = set()
+    needed: set[str] = set()
+    for outcome in outcomes:
+        names = {each.partition("[")[0] for each in outcome.failed or () if SCRIPTED not in each}
+        shown |= names
+        if not outcome.by_scripts and not outcome.by_seeds:
+            needed |= names
+    return sorted(shown - needed)
 
 
 def interval(num_found: int, num: int) -> tuple[float, float]:
@@ -164,7 +220,7 @@ def report(outcomes: Sequence[Outcome], num_seeds: int) -> Report:
     num_neither = sum(not each.by_seeds and not each.by_tests for each in decided)
     tried = [each for each in decided if each.by_seeds is not None]
     by_package = Counter((package_of(each.mutant.file), bool(each.by_seeds or each.by_tests)) for each in decided)
-    figures = {
+    figures: dict[str, Any] = {
         "num_drawn": len(outcomes),
         "num_mutants": len(decided),
         "num_seeds": num_seeds,
@@ -182,6 +238,8 @@ def report(outcomes: Sequence[Outcome], num_seeds: int) -> Report:
         },
         "not_shown": [each.mutant._asdict() for each in decided if not each.by_seeds and not each.by_tests],
     }
+    if any(each.failed is not None for each in outcomes):
+        figures["spare_tests"] = spare_tests(outcomes)
     return Report.of("mutants", figures, [Aim.of("share shown by neither", num_neither / len(decided), 0.1, "lower")])
 
 
@@ -191,6 +249,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--seeds", type=int, default=100, help="of the simulator for each mutant; with 0 tests alone")
     parser.add_argument("--rest", action="store_true", help="seeds only for mutants that the tests do not show")
+    parser.add_argument(
+        "--spare", action="store_true", help="name the tests that show nothing but what seeds or scripts show"
+    )
+    parser.add_argument(
+        "--package", action="append", default=[], help="a folder that mutants are drawn from, as proxy/dispatch"
+    )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no further mutants are tried after this time")
     parser.add_argument("--kept", type=Path, help="keeps the outcomes in this file, and goes on from what it has")
     parser.add_argument("--json", type=Path)
@@ -200,16 +264,18 @@ def main() -> None:
     if kept and kept.exists():
         outcomes = msgspec.json.decode(kept.read_bytes(), type=list[Outcome])
     else:
-        outcomes = [Outcome(each) for each in draw(options.number, options.seed)]
+        outcomes = [Outcome(each) for each in draw(options.number, options.seed, options.package)]
     with tempfile.TemporaryDirectory() as folder:
         copy = SourceCopy(Path(folder))
         for number, outcome in enumerate(outcomes, 1):
             if time.monotonic() > ends_at:
                 break
-            is_rest = options.rest and outcome.is_decided
-            if outcome.by_tests is not None and (outcome.by_seeds is not None or not options.seeds or is_rest):
+            is_rest = (options.rest and outcome.is_decided) or outcome.by_scripts
+            is_listed = outcome.failed is not None or not options.spare
+            is_tried = outcome.by_tests is not None and is_listed
+            if is_tried and (outcome.by_seeds is not None or not options.seeds or is_rest):
                 continue
-            copy.attempt(outcome, options.seeds, only_rest=options.rest)
+            copy.attempt(outcome, options.seeds, only_rest=options.rest, runs_all=options.spare)
             words = {True: "shown", False: "not shown", None: "not tried"}
             print(
                 f"{number}/{len(outcomes)} {outcome.mutant.file}: {outcome.mutant.what}: by tests "
@@ -222,6 +288,7 @@ def main() -> None:
                 kept.write_bytes(msgspec.json.encode(outcomes))
     made = report(outcomes, options.seeds)
     print(made.figures["shown_by"])
+    print(*made.figures.get("spare_tests", ()), sep="\n")
     if options.json:
         made.write(options.json)
 

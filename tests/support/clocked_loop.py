@@ -27,9 +27,14 @@ class _JumpingSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def run_in_no_time(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs it in a loop whose clock jumps to the next timer whenever nothing else is ready."""
+def jumping_loop() -> ClockedLoop:
+    """Returns a loop whose clock jumps to the next timer whenever nothing else is ready."""
     selector = _JumpingSelector()
     selector.loop = ClockedLoop(selector)
-    with asyncio.Runner(loop_factory=lambda: selector.loop) as runner:
+    return selector.loop
+
+
+def run_in_no_time(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs it in a `jumping_loop`."""
+    with asyncio.Runner(loop_factory=jumping_loop) as runner:
         return runner.run(coroutine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import uvloop
 from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
+from tests.support.async_tests import run_by
 from tests.support.ports import free_port
 from tests.support.settings import proxy_config
 from tests.support.waiting import until
@@ -93,3 +94,11 @@ def play(test: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(test(), LIMIT_S)
 
     uvloop.run(run())
+
+
+def _on_uvloop(test: Coroutine[Any, Any, None]) -> None:
+    play(lambda: test)
+
+
+on_uvloop = run_by(_on_uvloop)
+"""For tests that are coroutines."""

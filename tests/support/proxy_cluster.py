@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, cast
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -52,7 +52,9 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
+from tests.support.async_tests import like
 
+P = ParamSpec("P")
 PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
 DECODE = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 2)
 PROMPT = Prompt(pack_token_ids([1, 2, 3]), 3)
@@ -227,6 +229,26 @@ def _cluster(
     cluster = Cluster(threshold, worker_wait_s, workers, max_model_len)
     yield cluster
     cluster.check_nothing_is_left()
+
+
+Test = Callable[Concatenate["Cluster", P], Coroutine[Any, Any, None]]
+
+
+def played(
+    threshold: int = 0,
+    worker_wait_s: float = 0.0,
+    max_model_len: int = 100,
+    workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE),
+) -> Callable[[Test[P]], Callable[P, None]]:
+    """Returns a decorator of coroutines, which get a cluster of which nothing may be left at their end."""
+
+    def decorate(test: Test[P]) -> Callable[P, None]:
+        def run_test(*arguments: P.args, **named: P.kwargs) -> None:
+            play(lambda cluster: test(cluster, *arguments, **named), threshold, worker_wait_s, max_model_len, workers)
+
+        return like(test, run_test, num_given=1)
+
+    return decorate
 
 
 def play(

@@ -39,6 +39,7 @@ from tandem.proxy.cluster.router import PromptShape
 from tandem.proxy.cluster.worker_table import PONG_TIMEOUT_S
 from tandem.proxy.control import UNUSED_S, Control
 from tandem.proxy.proxy_config import ProxyConfig
+from tests.support.async_tests import in_loop
 from tests.support.clocked_loop import ClockedLoop
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster
 
@@ -177,33 +178,29 @@ def test_no_report_of_a_worker_makes_the_proxy_lose_it(reports: list[WorkerStatu
         loop.close()
 
 
-def test_a_rounding_error_in_a_report_does_not_silence_the_worker() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        for load, refused in (
-            (WorkerLoad(fixed_step_s=-3e-18), []),
-            (WorkerLoad(fixed_step_s=-3.0), ["implausible_figure"]),
-        ):
-            answer = proxy.receive(WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, load))
-            assert isinstance(answer, ClusterView) and answer.known
-            assert proxy.refused == refused
-        proxy.control.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_a_rounding_error_in_a_report_does_not_silence_the_worker() -> None:
+    proxy = Proxy()
+    for load, refused in (
+        (WorkerLoad(fixed_step_s=-3e-18), []),
+        (WorkerLoad(fixed_step_s=-3.0), ["implausible_figure"]),
+    ):
+        answer = proxy.receive(WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, load))
+        assert isinstance(answer, ClusterView) and answer.known
+        assert proxy.refused == refused
+    proxy.control.close()
 
 
-def test_a_worker_whose_quantisation_has_a_long_name_may_register() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        known = DECODE.epoch
-        register = RegisterWorker(
-            PROTOCOL_VERSION, msgspec.structs.replace(DECODE, endpoint="ipc:///run/w.sock"), 100, 500, "m", 64
-        )
-        answer = proxy.receive(msgspec.structs.replace(register, quantization="x" * 5000))
-        assert isinstance(answer, ClusterView) and known in {worker.epoch for worker in answer.workers}
-        proxy.control.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_a_worker_whose_quantisation_has_a_long_name_may_register() -> None:
+    proxy = Proxy()
+    known = DECODE.epoch
+    register = RegisterWorker(
+        PROTOCOL_VERSION, msgspec.structs.replace(DECODE, endpoint="ipc:///run/w.sock"), 100, 500, "m", 64
+    )
+    answer = proxy.receive(msgspec.structs.replace(register, quantization="x" * 5000))
+    assert isinstance(answer, ClusterView) and known in {worker.epoch for worker in answer.workers}
+    proxy.control.close()
 
 
 def register(name: str) -> RegisterWorker:
@@ -285,33 +282,31 @@ def test_an_order_that_its_sender_has_given_up_changes_nothing(
         loop.close()
 
 
-def test_a_worker_gets_prompts_once_it_has_answered_and_again_after_its_connection_broke() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        table, metrics = proxy.cluster.worker_table, proxy.cluster.metrics
-        info = register("decode-1").worker
-        proxy.receive(register("decode-1"))
-        on_message, on_broken = proxy.connections.callbacks[info.epoch]
-        assert proxy.connections.sent[info.epoch] == [AbortAllAttempts("proxy"), Ping(1)]
+@in_loop
+async def test_a_worker_gets_prompts_once_it_has_answered_and_again_after_its_connection_broke() -> None:
+    proxy = Proxy()
+    table, metrics = proxy.cluster.worker_table, proxy.cluster.metrics
+    info = register("decode-1").worker
+    proxy.receive(register("decode-1"))
+    on_message, on_broken = proxy.connections.callbacks[info.epoch]
+    assert proxy.connections.sent[info.epoch] == [AbortAllAttempts("proxy"), Ping(1)]
 
-        def takes_prompts() -> bool:
-            found = info in [record.worker for record in table.decode_workers]
-            assert metrics.unanswered._value.get() == (not found)
-            return found
+    def takes_prompts() -> bool:
+        found = info in [record.worker for record in table.decode_workers]
+        assert metrics.unanswered._value.get() == (not found)
+        return found
 
-        assert not takes_prompts()
-        on_message(info, Pong(info.epoch, 1))
-        assert takes_prompts()
-        on_broken(info)
-        assert not takes_prompts()
-        on_message(info, Pong(info.epoch, 1))
-        assert not takes_prompts(), "it was sent before the connection broke"
-        assert Ping(2) in proxy.connections.sent[info.epoch]
-        on_message(info, Pong(info.epoch, 2))
-        assert takes_prompts()
-        proxy.control.close()
-
-    asyncio.run(run())
+    assert not takes_prompts()
+    on_message(info, Pong(info.epoch, 1))
+    assert takes_prompts()
+    on_broken(info)
+    assert not takes_prompts()
+    on_message(info, Pong(info.epoch, 1))
+    assert not takes_prompts(), "it was sent before the connection broke"
+    assert Ping(2) in proxy.connections.sent[info.epoch]
+    on_message(info, Pong(info.epoch, 2))
+    assert takes_prompts()
+    proxy.control.close()
 
 
 def test_a_worker_that_does_not_answer_is_connected_to_again_and_the_log_says_why_once(
@@ -366,59 +361,53 @@ def test_changes_in_quick_succession_are_announced_together() -> None:
         loop.close()
 
 
-def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        table = proxy.cluster.worker_table
-        pairs = PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")])
-        status = WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, num_pair_changes=3)
-        for message, is_missing in (
-            (status, False),
-            (msgspec.structs.replace(status, pairs=None), False),
-            (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
-            (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
-            (msgspec.structs.replace(status, pairs=PairChanges(0, []), num_pair_changes=5), False),
-        ):
-            answer = proxy.receive(message)
-            assert isinstance(answer, ClusterView) and answer.restart == is_missing
-            assert bool(table.paired_prefill_workers) == (message.num_pair_changes < 5)
-        proxy.control.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
+    proxy = Proxy()
+    table = proxy.cluster.worker_table
+    pairs = PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")])
+    status = WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, num_pair_changes=3)
+    for message, is_missing in (
+        (status, False),
+        (msgspec.structs.replace(status, pairs=None), False),
+        (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
+        (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
+        (msgspec.structs.replace(status, pairs=PairChanges(0, []), num_pair_changes=5), False),
+    ):
+        answer = proxy.receive(message)
+        assert isinstance(answer, ClusterView) and answer.restart == is_missing
+        assert bool(table.paired_prefill_workers) == (message.num_pair_changes < 5)
+    proxy.control.close()
 
 
-def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        report = WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, WorkerLoad())
-        answers = [proxy.receive(report)]
-        proxy.receive(WorkerLeft(DECODE.worker_id, DECODE.epoch))
-        answers.append(proxy.receive(report))
-        assert [isinstance(each, ClusterView) and each.known for each in answers] == [True, False]
-        proxy.control.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
+    proxy = Proxy()
+    report = WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, WorkerLoad())
+    answers = [proxy.receive(report)]
+    proxy.receive(WorkerLeft(DECODE.worker_id, DECODE.epoch))
+    answers.append(proxy.receive(report))
+    assert [isinstance(each, ClusterView) and each.known for each in answers] == [True, False]
+    proxy.control.close()
 
 
-def test_a_report_has_as_much_as_is_asked_for() -> None:
-    async def run() -> None:
-        proxy = Proxy()
-        ready, failed = PairStatus(DECODE.worker_id, DECODE.epoch, "ready"), PairStatus("d", "e", "failed")
-        others = [msgspec.structs.replace(failed, decode_epoch=f"e{number}") for number in range(1000)]
-        pairs = PairChanges(0, [ready, *others])
-        proxy.receive(WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, None))
-        found: dict[str, StatusReport] = {}
-        for detail in get_args(StatusDetail):
-            answer = proxy.receive(GetStatus(detail))
-            assert isinstance(answer, StatusReport)
-            found[detail] = answer
-        sizes = {detail: len(FROM_PROXY.encode(report)) for detail, report in found.items()}
-        assert 10 * sizes["workers"] < sizes["pairs"]
-        assert [len(report.workers) for report in found.values()] == [0, 2, 2]
-        assert found["workers"].num_ready_pairs == found["pairs"].num_ready_pairs == 1
-        proxy.control.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_a_report_has_as_much_as_is_asked_for() -> None:
+    proxy = Proxy()
+    ready, failed = PairStatus(DECODE.worker_id, DECODE.epoch, "ready"), PairStatus("d", "e", "failed")
+    others = [msgspec.structs.replace(failed, decode_epoch=f"e{number}") for number in range(1000)]
+    pairs = PairChanges(0, [ready, *others])
+    proxy.receive(WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, None))
+    found: dict[str, StatusReport] = {}
+    for detail in get_args(StatusDetail):
+        answer = proxy.receive(GetStatus(detail))
+        assert isinstance(answer, StatusReport)
+        found[detail] = answer
+    sizes = {detail: len(FROM_PROXY.encode(report)) for detail, report in found.items()}
+    assert 10 * sizes["workers"] < sizes["pairs"]
+    assert [len(report.workers) for report in found.values()] == [0, 2, 2]
+    assert found["workers"].num_ready_pairs == found["pairs"].num_ready_pairs == 1
+    proxy.control.close()
 
 
 def test_the_log_says_once_which_workers_get_no_work_because_they_compute_differently(

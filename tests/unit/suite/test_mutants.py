@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.run_mutants import Outcome, SourceCopy, interval, package_of, report
+from tests.mutants.run_mutants import Outcome, SourceCopy, failed_tests, interval, package_of, report, spare_tests
 from tests.simulation.mutation import Mutation
 
 
@@ -50,3 +50,29 @@ def test_tests_that_import_the_mutated_file_run_first(tmp_path: Path) -> None:
     imports = [" tandem.proxy.cluster.worker_table " in Path(each).read_text() for each in tests]
     assert imports == sorted(imports, reverse=True)
     assert 0 < sum(imports) < len(imports)
+
+
+def test_the_tests_that_failed_and_the_one_that_hung_are_read_from_the_output() -> None:
+    output = (
+        "collected 4 items\n\ntests/unit/a.py::test_one PASSED\ntests/unit/a.py::test_two[a b] FAILED\n"
+        "tests/unit/b.py::test_three ERROR\ntests/unit/b.py::test_four "
+    )
+    failed = ["tests/unit/a.py::test_two[a b]", "tests/unit/b.py::test_three"]
+    assert failed_tests(output) == [*failed, "tests/unit/b.py::test_four"]
+    assert failed_tests(f"{output}PASSED\n\nERROR tests/unit/c.py\n===== 1 failed =====\n") == failed
+
+
+def test_a_test_is_spare_if_seeds_or_scripts_show_all_that_it_shows() -> None:
+    def outcome(by_seeds: bool | None, *failed: str) -> Outcome:
+        mutant = Mutation("core/AddNot", "proxy/dispatch/sequence.py", "if a", "if not a")
+        return Outcome(mutant, bool(failed), by_seeds, [f"tests/unit/{each}" for each in failed])
+
+    script = "proxy/dispatch/test_scripts.py::test_script[life]"
+    outcomes = [
+        outcome(True, "a.py::test_by_seeds", "a.py::test_needed[1]"),
+        outcome(None, "a.py::test_by_script[2]", script),
+        outcome(False, "a.py::test_needed[2]"),
+        outcome(False),
+    ]
+    spare = ["tests/unit/a.py::test_by_script", "tests/unit/a.py::test_by_seeds"]
+    assert spare_tests(outcomes) == spare == report(outcomes, 20).figures["spare_tests"]

@@ -20,7 +20,7 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import EOS, Cluster, play, whole
+from tests.support.proxy_cluster import EOS, Cluster, play, played, whole
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
@@ -186,28 +186,24 @@ def test_an_echo_of_a_chat() -> None:
         play(each)
 
 
-def test_an_echo_of_token_ids_has_special_tokens() -> None:
-    async def test(cluster: Cluster) -> None:
-        body = await answer(cluster, "completion", ["x"] * 2, prompt=[[EOS, *cluster.text.ids("a")], [EOS]], echo=True)
-        assert [choice["text"] for choice in body["choices"]] == ["</s>ax", "</s>x"]
-
-    play(test)
+@played()
+async def test_an_echo_of_token_ids_has_special_tokens(cluster: Cluster) -> None:
+    body = await answer(cluster, "completion", ["x"] * 2, prompt=[[EOS, *cluster.text.ids("a")], [EOS]], echo=True)
+    assert [choice["text"] for choice in body["choices"]] == ["</s>ax", "</s>x"]
 
 
-def test_usage_counts_the_tokens_of_media() -> None:
-    async def test(cluster: Cluster) -> None:
-        body = json.dumps({"prompt": "abcdef", "max_tokens": 1}).encode()
-        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
-        assert isinstance(request.prompt, RenderedPrompts)
-        media = (
-            MediaItem(b"1", "image", ((0, 2), (3, 1)), "", ()),
-            MediaItem(b"2", "image", ((4, 1),), "", ()),
-            MediaItem(b"3", "video", ((5, 1),), "", ()),
-        )
-        prompt = RenderedPrompts([replace(request.prompt.prompts[0], media=media)])
-        request = msgspec.structs.replace(request, prompt=prompt)
-        made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-        answered = json.loads(await fed(cluster, whole(CompletionAnswers(made, "m")), ["x"], "length"))
-        assert answered["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 4, "video": 1}
-
-    play(test)
+@played()
+async def test_usage_counts_the_tokens_of_media(cluster: Cluster) -> None:
+    body = json.dumps({"prompt": "abcdef", "max_tokens": 1}).encode()
+    request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+    assert isinstance(request.prompt, RenderedPrompts)
+    media = (
+        MediaItem(b"1", "image", ((0, 2), (3, 1)), "", ()),
+        MediaItem(b"2", "image", ((4, 1),), "", ()),
+        MediaItem(b"3", "video", ((5, 1),), "", ()),
+    )
+    prompt = RenderedPrompts([replace(request.prompt.prompts[0], media=media)])
+    request = msgspec.structs.replace(request, prompt=prompt)
+    made = Generation(cluster.services, request, RequestRecord("r", "completion"))
+    answered = json.loads(await fed(cluster, whole(CompletionAnswers(made, "m")), ["x"], "length"))
+    assert answered["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 4, "video": 1}

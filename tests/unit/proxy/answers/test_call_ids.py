@@ -16,7 +16,7 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import Cluster, play, whole
+from tests.support.proxy_cluster import Cluster, played, whole
 from tests.support.settings import proxy_config
 from tests.unit.proxy.answers.test_parsed_answers import CALL, generate
 
@@ -49,18 +49,18 @@ def answers_to(cluster: Cluster, kind: BodyKind, stream: bool) -> ParsedAnswers:
 @pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", list(BODIES))
-def test_ids_have_the_form_that_the_template_takes(kind: BodyKind, stream: bool, is_short: bool) -> None:
-    async def test(cluster: Cluster) -> None:
-        cluster.text.requires_short_call_ids = is_short
-        answers = answers_to(cluster, kind, stream)
+@played(max_model_len=400)
+async def test_ids_have_the_form_that_the_template_takes(
+    cluster: Cluster, kind: BodyKind, stream: bool, is_short: bool
+) -> None:
+    cluster.text.requires_short_call_ids = is_short
+    answers = answers_to(cluster, kind, stream)
 
-        async def streamed() -> bytes:
-            return b"".join([event async for event in answers.events()])
+    async def streamed() -> bytes:
+        return b"".join([event async for event in answers.events()])
 
-        task = asyncio.create_task(streamed() if stream else whole(answers))
-        await generate(cluster, CALL * 2)
-        field = "call_id" if kind == "response" else "id"
-        form = "[a-zA-Z0-9]{9}" if is_short else USUAL[kind]
-        assert len(set(re.findall(rf'"{field}":"({form})"', (await task).decode()))) == 2
-
-    play(test, max_model_len=400)
+    task = asyncio.create_task(streamed() if stream else whole(answers))
+    await generate(cluster, CALL * 2)
+    field = "call_id" if kind == "response" else "id"
+    form = "[a-zA-Z0-9]{9}" if is_short else USUAL[kind]
+    assert len(set(re.findall(rf'"{field}":"({form})"', (await task).decode()))) == 2

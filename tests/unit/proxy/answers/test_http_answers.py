@@ -14,6 +14,7 @@ from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.http_answers import KEEP_ALIVE, EventStream, begun
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.runtime.errors import Overloaded
+from tests.support.async_tests import in_no_time
 from tests.support.clocked_loop import run_in_no_time
 
 SHORT_S = 1.0
@@ -132,7 +133,8 @@ def test_a_client_that_leaves_before_the_first_event_ends_the_work(leaves_after_
 
 
 @pytest.mark.parametrize("first_after_s", [0.0, SHORT_S * 5])
-def test_a_client_that_leaves_before_the_head_is_sent_ends_the_work(first_after_s: float) -> None:
+@in_no_time
+async def test_a_client_that_leaves_before_the_head_is_sent_ends_the_work(first_after_s: float) -> None:
     """The head waits while the client has yet to read the answers before it on its connection."""
     ended = False
 
@@ -152,13 +154,10 @@ def test_a_client_that_leaves_before_the_head_is_sent_ends_the_work(first_after_
     async def send(_: MutableMapping[str, Any]) -> None:
         await asyncio.sleep(3600)
 
-    async def run() -> None:
-        generator = events()
-        first = await begun(connected, generator, SHORT_S)
-        await EventStream(first, generator, {}, DONE, lambda error: b"")({}, leaving, send)
-        assert ended and asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_in_no_time(run())
+    generator = events()
+    first = await begun(connected, generator, SHORT_S)
+    await EventStream(first, generator, {}, DONE, lambda error: b"")({}, leaving, send)
+    assert ended and asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_anthropics_client_skips_pings_wherever_they_come() -> None:

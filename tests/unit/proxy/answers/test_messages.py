@@ -27,7 +27,7 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.parsers.parsed import Parsed
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import EOS, Cluster, play, whole
+from tests.support.proxy_cluster import EOS, Cluster, played, whole
 from tests.unit.proxy.answers.test_parsed_answers import CALL, OPEN, generate, reader_of
 
 TOOLS = [{"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
@@ -238,30 +238,28 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("has_call", [False, True])
-def test_thinking_text_and_calls_are_blocks(stream: bool, has_call: bool) -> None:
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, stream=stream, **({"tools": TOOLS} if has_call else {}))
-        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
-        await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
-        body = joined(cast(list[dict[str, Any]], await task)) if stream else json.loads(cast(bytes, await task))
-        blocks = body.pop("content")
-        call_id = blocks[-1].pop("id", None)
-        signature = b64encode(hmac.digest(b"", b"hm", "sha256")).decode()
-        assert blocks[:2] == [
-            {"type": "thinking", "thinking": "hm", "signature": signature},
-            {"type": "text", "text": "hello", "citations": None},
-        ]
-        assert blocks[2:] == ([{"type": "tool_use", "name": "f", "input": {"a": 1}}] if has_call else [])
-        assert (call_id or "toolu_").startswith("toolu_")
-        usage = body.pop("usage")
-        assert body == {
-            "id": "msg_r", "model": "m", "type": "message", "role": "assistant", "stop_sequence": None,
-            "stop_reason": "tool_use" if has_call else "end_turn",
-        }  # fmt: skip
-        assert usage["input_tokens"] > 0 and usage["output_tokens"] > 0 and usage["cache_read_input_tokens"] == 0
-        assert usage["output_tokens_details"]["thinking_tokens"] > 0
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_thinking_text_and_calls_are_blocks(cluster: Cluster, stream: bool, has_call: bool) -> None:
+    answers = answers_to(cluster, stream=stream, **({"tools": TOOLS} if has_call else {}))
+    task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+    await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
+    body = joined(cast(list[dict[str, Any]], await task)) if stream else json.loads(cast(bytes, await task))
+    blocks = body.pop("content")
+    call_id = blocks[-1].pop("id", None)
+    signature = b64encode(hmac.digest(b"", b"hm", "sha256")).decode()
+    assert blocks[:2] == [
+        {"type": "thinking", "thinking": "hm", "signature": signature},
+        {"type": "text", "text": "hello", "citations": None},
+    ]
+    assert blocks[2:] == ([{"type": "tool_use", "name": "f", "input": {"a": 1}}] if has_call else [])
+    assert (call_id or "toolu_").startswith("toolu_")
+    usage = body.pop("usage")
+    assert body == {
+        "id": "msg_r", "model": "m", "type": "message", "role": "assistant", "stop_sequence": None,
+        "stop_reason": "tool_use" if has_call else "end_turn",
+    }  # fmt: skip
+    assert usage["input_tokens"] > 0 and usage["output_tokens"] > 0 and usage["cache_read_input_tokens"] == 0
+    assert usage["output_tokens_details"]["thinking_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -273,57 +271,52 @@ def test_thinking_text_and_calls_are_blocks(stream: bool, has_call: bool) -> Non
         ({}, "end_turn", None),
     ],
 )
-def test_reasons_to_stop(fields: dict[str, Any], stop_reason: str, stop_sequence: str | None) -> None:
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, content="hi", **fields)
-        task = asyncio.create_task(whole(answers))
-        start = await begun(cluster)
-        assert start.stop.max_tokens == min(fields.get("max_tokens", 300), 400 - 2)
-        for token_id in cluster.text.ids("abcd"):
-            await asyncio.sleep(0)
-            if token_id == cluster.text.ids("a")[0]:
-                cluster.first(start.attempt_ids[0], token_id)
-            else:
-                reason: FinishReason | None = (
-                    "length" if "max_tokens" in fields and token_id == cluster.text.ids("b")[0] else None
-                )
-                cluster.token(start.attempt_ids[0], token_id, reason)
-                if reason:
-                    break
-        if not fields:
-            cluster.token(start.attempt_ids[0], EOS, "stop")
-        body = json.loads(await asyncio.wait_for(task, 10))
-        assert (body["stop_reason"], body["stop_sequence"]) == (stop_reason, stop_sequence)
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_reasons_to_stop(
+    cluster: Cluster, fields: dict[str, Any], stop_reason: str, stop_sequence: str | None
+) -> None:
+    answers = answers_to(cluster, content="hi", **fields)
+    task = asyncio.create_task(whole(answers))
+    start = await begun(cluster)
+    assert start.stop.max_tokens == min(fields.get("max_tokens", 300), 400 - 2)
+    for token_id in cluster.text.ids("abcd"):
+        await asyncio.sleep(0)
+        if token_id == cluster.text.ids("a")[0]:
+            cluster.first(start.attempt_ids[0], token_id)
+        else:
+            reason: FinishReason | None = (
+                "length" if "max_tokens" in fields and token_id == cluster.text.ids("b")[0] else None
+            )
+            cluster.token(start.attempt_ids[0], token_id, reason)
+            if reason:
+                break
+    if not fields:
+        cluster.token(start.attempt_ids[0], EOS, "stop")
+    body = json.loads(await asyncio.wait_for(task, 10))
+    assert (body["stop_reason"], body["stop_sequence"]) == (stop_reason, stop_sequence)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_are_an_answer_without_content(stream: bool) -> None:
+@played(max_model_len=400)
+async def test_no_tokens_are_an_answer_without_content(cluster: Cluster, stream: bool) -> None:
     """A client that asks for none fills the prefix cache."""
-
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, max_tokens=0, stream=stream, tools=TOOLS)
-        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
-        start = await begun(cluster)
-        cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
-        answer = await asyncio.wait_for(task, 10)
-        body = joined(cast(list[dict[str, Any]], answer)) if stream else json.loads(cast(bytes, answer))
-        assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
-        assert body["usage"]["output_tokens"] == 0 and body["usage"]["input_tokens"] > 0
-
-    play(test, max_model_len=400)
+    answers = answers_to(cluster, max_tokens=0, stream=stream, tools=TOOLS)
+    task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+    start = await begun(cluster)
+    cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
+    answer = await asyncio.wait_for(task, 10)
+    body = joined(cast(list[dict[str, Any]], answer)) if stream else json.loads(cast(bytes, answer))
+    assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
+    assert body["usage"]["output_tokens"] == 0 and body["usage"]["input_tokens"] > 0
 
 
-def test_an_answer_ends_at_the_last_of_many_stop_sequences() -> None:
-    async def test(cluster: Cluster) -> None:
-        stops = [*(f"not {number}" for number in range(100)), "lo"]
-        task = asyncio.create_task(whole(answers_to(cluster, stop_sequences=stops)))
-        await generate(cluster, "hm</think>hello")
-        body = json.loads(await task)
-        assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "lo")
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_an_answer_ends_at_the_last_of_many_stop_sequences(cluster: Cluster) -> None:
+    stops = [*(f"not {number}" for number in range(100)), "lo"]
+    task = asyncio.create_task(whole(answers_to(cluster, stop_sequences=stops)))
+    await generate(cluster, "hm</think>hello")
+    body = json.loads(await task)
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "lo")
 
 
 async def begun(cluster: Cluster) -> Any:

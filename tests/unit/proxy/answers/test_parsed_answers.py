@@ -20,7 +20,7 @@ from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import EOS, Cluster, play, whole
+from tests.support.proxy_cluster import EOS, Cluster, play, played, whole
 from tests.support.settings import proxy_config
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -195,22 +195,19 @@ def test_what_ends_an_answer_decides_what_a_call_that_has_begun_is(
     assert reason == (finish_reason if arguments is None or finish_reason == "length" else "tool_calls")
 
 
-def test_tokens_that_have_piled_up_are_parsed_in_slices() -> None:
+@played(max_model_len=2000)
+async def test_tokens_that_have_piled_up_are_parsed_in_slices(cluster: Cluster) -> None:
     """A client that reads slowly must not make the loop parse all of its answer at once."""
-
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, "hi", stream=True, tools=TOOLS)
-        task = asyncio.create_task(streamed(answers))
-        while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        [attempt_id] = found[0][1].attempt_ids
-        [letter] = cluster.text.ids("x")
-        cluster.first(attempt_id, letter)
-        for _ in range(999):
-            cluster.token(attempt_id, letter)
-        cluster.token(attempt_id, EOS, "stop")
-        chunks = await task
-        contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
-        assert "".join(contents) == "x" * 1000 and max(map(len, contents)) <= 256
-
-    play(test, max_model_len=2000)
+    answers = answers_to(cluster, "hi", stream=True, tools=TOOLS)
+    task = asyncio.create_task(streamed(answers))
+    while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    [attempt_id] = found[0][1].attempt_ids
+    [letter] = cluster.text.ids("x")
+    cluster.first(attempt_id, letter)
+    for _ in range(999):
+        cluster.token(attempt_id, letter)
+    cluster.token(attempt_id, EOS, "stop")
+    chunks = await task
+    contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(contents) == "x" * 1000 and max(map(len, contents)) <= 256

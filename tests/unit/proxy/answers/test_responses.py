@@ -30,7 +30,7 @@ from tandem.proxy.reading.body_reader import reads_files
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InternalError, InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import Cluster, play, whole
+from tests.support.proxy_cluster import Cluster, play, played, whole
 from tests.unit.proxy.answers.test_parsed_answers import CALL, OPEN, generate, reader_of
 
 TOOLS = [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}]
@@ -48,16 +48,14 @@ def text(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": each} for each in texts]
 
 
-def test_functions_of_a_namespace_are_called_with_it() -> None:
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, tools=[{"type": "namespace", "name": "n", "tools": TOOLS}])
-        task = asyncio.create_task(whole(answers))
-        start = await generate(cluster, f"</think>{CALL}")
-        assert start is not None
-        [call] = json.loads(await task)["output"]
-        assert (call["name"], call["namespace"]) == ("f", "n")
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_functions_of_a_namespace_are_called_with_it(cluster: Cluster) -> None:
+    answers = answers_to(cluster, tools=[{"type": "namespace", "name": "n", "tools": TOOLS}])
+    task = asyncio.create_task(whole(answers))
+    start = await generate(cluster, f"</think>{CALL}")
+    assert start is not None
+    [call] = json.loads(await task)["output"]
+    assert (call["name"], call["namespace"]) == ("f", "n")
 
 
 def test_items_become_a_chat() -> None:
@@ -196,50 +194,49 @@ async def streamed(answers: ResponseAnswers) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("has_call", [False, True])
-def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_path: Path) -> None:
+@played(max_model_len=400)
+async def test_thinking_text_and_calls_are_items(
+    cluster: Cluster, stream: bool, has_call: bool, tmp_path: Path
+) -> None:
     store = ResponseStore(tmp_path)
-
-    async def test(cluster: Cluster) -> None:
-        fields = {"tools": TOOLS} if has_call else {}
-        answers = answers_to(cluster, store, stream=stream, metadata={"a": "b"}, **fields)
-        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
-        await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
-        if stream:
-            events = cast(list[dict[str, Any]], await task)
-            assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-            assert events[0]["response"]["output"] == [] and events[-1]["type"] == "response.completed"
-            deltas = {"response.output_text.delta": "", "response.function_call_arguments.delta": ""}
-            for event in events:
-                if event["type"] in deltas:
-                    deltas[event["type"]] += event["delta"]
-            assert list(deltas.values()) == ["hello", '{"a": 1}' if has_call else ""]
-            body = events[-1]["response"]
-        else:
-            body = json.loads(cast(bytes, await task))
-        assert (body["id"], body["status"], body["metadata"], body["store"]) == (
-            "resp_r",
-            "completed",
-            {"a": "b"},
-            True,
-        )
-        thinking, message, *calls = body["output"]
-        assert thinking["type"] == "reasoning" and thinking["content"] == [{"type": "reasoning_text", "text": "hm"}]
-        assert message["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
-        assert [(call["name"], call["arguments"]) for call in calls] == ([("f", '{"a": 1}')] if has_call else [])
-        assert {item["status"] for item in body["output"]} == {"completed"}
-        usage = body["usage"]
-        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert usage["output_tokens_details"]["reasoning_tokens"] > 0
-        assert json.loads(store.load("k", "resp_r")) == body
-        items = store.history("k", "resp_r")
-        kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
-        assert [item.type for item in items] == kinds
-        for item in body["output"]:
-            found = ItemLookup(store, "k").find(item["id"])
-            assert found is not None and (found.id, found.type) == (item["id"], item["type"])
-            assert ItemLookup(store, "other").find(item["id"]) is None, "another client's"
-
-    play(test, max_model_len=400)
+    fields = {"tools": TOOLS} if has_call else {}
+    answers = answers_to(cluster, store, stream=stream, metadata={"a": "b"}, **fields)
+    task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+    await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
+    if stream:
+        events = cast(list[dict[str, Any]], await task)
+        assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+        assert events[0]["response"]["output"] == [] and events[-1]["type"] == "response.completed"
+        deltas = {"response.output_text.delta": "", "response.function_call_arguments.delta": ""}
+        for event in events:
+            if event["type"] in deltas:
+                deltas[event["type"]] += event["delta"]
+        assert list(deltas.values()) == ["hello", '{"a": 1}' if has_call else ""]
+        body = events[-1]["response"]
+    else:
+        body = json.loads(cast(bytes, await task))
+    assert (body["id"], body["status"], body["metadata"], body["store"]) == (
+        "resp_r",
+        "completed",
+        {"a": "b"},
+        True,
+    )
+    thinking, message, *calls = body["output"]
+    assert thinking["type"] == "reasoning" and thinking["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
+    assert [(call["name"], call["arguments"]) for call in calls] == ([("f", '{"a": 1}')] if has_call else [])
+    assert {item["status"] for item in body["output"]} == {"completed"}
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+    assert json.loads(store.load("k", "resp_r")) == body
+    items = store.history("k", "resp_r")
+    kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
+    assert [item.type for item in items] == kinds
+    for item in body["output"]:
+        found = ItemLookup(store, "k").find(item["id"])
+        assert found is not None and (found.id, found.type) == (item["id"], item["type"])
+        assert ItemLookup(store, "other").find(item["id"]) is None, "another client's"
 
 
 def test_a_reference_stands_for_the_item_of_an_earlier_answer() -> None:
@@ -266,52 +263,45 @@ def test_a_reference_stands_for_the_item_of_an_earlier_answer() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_an_answer_repeats_of_its_request_counts(stream: bool) -> None:
+@played(max_model_len=400)
+async def test_what_an_answer_repeats_of_its_request_counts(cluster: Cluster, stream: bool) -> None:
     tool = {"type": "function", "name": "f", "description": "x" * (5 << 20), "parameters": {}}
+    answers = answers_to(cluster, tools=[tool], tool_choice="none", stream=stream)
+    budget, held = cluster.services.answer_budget, []
+    grow = HeldAnswer.grow
 
-    async def test(cluster: Cluster) -> None:
-        answers = answers_to(cluster, tools=[tool], tool_choice="none", stream=stream)
-        budget, held = cluster.services.answer_budget, []
-        grow = HeldAnswer.grow
+    def seen(self: HeldAnswer, num_bytes: int) -> None:
+        grow(self, num_bytes)
+        held.append(budget.num_held_bytes)
 
-        def seen(self: HeldAnswer, num_bytes: int) -> None:
-            grow(self, num_bytes)
-            held.append(budget.num_held)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HeldAnswer, "grow", seen)
-            task = asyncio.create_task(streamed(answers) if stream else whole(answers))
-            await generate(cluster, "hm</think>hello")
-            await task
-        assert max(held) >= 4 << 20
-
-    play(test, max_model_len=400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldAnswer, "grow", seen)
+        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+        await generate(cluster, "hm</think>hello")
+        await task
+    assert max(held) >= 4 << 20
 
 
 @pytest.mark.parametrize(("asked", "given"), [(7, 7), (100_000, 398), (None, 398)])
-def test_an_answer_may_end_where_the_context_does(asked: int | None, given: int) -> None:
-    async def test(cluster: Cluster) -> None:
-        task = asyncio.create_task(whole(answers_to(cluster, max_output_tokens=asked, input="hi")))
-        while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        start = found[0][1]
-        assert start.stop.max_tokens == given
-        cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
-        body = json.loads(await task)
-        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-        assert body["max_output_tokens"] == asked
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_an_answer_may_end_where_the_context_does(cluster: Cluster, asked: int | None, given: int) -> None:
+    task = asyncio.create_task(whole(answers_to(cluster, max_output_tokens=asked, input="hi")))
+    while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    start = found[0][1]
+    assert start.stop.max_tokens == given
+    cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
+    body = json.loads(await task)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert body["max_output_tokens"] == asked
 
 
-def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
-    async def test(cluster: Cluster) -> None:
-        task = asyncio.create_task(whole(answers_to(cluster, ResponseStore(tmp_path), store=False)))
-        await generate(cluster, "hm</think>hello")
-        assert json.loads(await task)["store"] is False
-        assert list(tmp_path.iterdir()) == []
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_a_response_that_is_not_to_be_stored_is_not(cluster: Cluster, tmp_path: Path) -> None:
+    task = asyncio.create_task(whole(answers_to(cluster, ResponseStore(tmp_path), store=False)))
+    await generate(cluster, "hm</think>hello")
+    assert json.loads(await task)["store"] is False
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -329,11 +319,9 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "No space left" in caplog.text and not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
-def test_an_error_in_mid_stream_is_a_failed_response() -> None:
-    async def test(cluster: Cluster) -> None:
-        event = answers_to(cluster)._error_event(InternalError("no")).decode()
-        failed = json.loads(event.partition("data: ")[2])
-        assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
-        assert failed["response"]["error"] == {"code": "server_error", "message": "no"}
-
-    play(test, max_model_len=400)
+@played(max_model_len=400)
+async def test_an_error_in_mid_stream_is_a_failed_response(cluster: Cluster) -> None:
+    event = answers_to(cluster)._error_event(InternalError("no")).decode()
+    failed = json.loads(event.partition("data: ")[2])
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "no"}

@@ -14,11 +14,13 @@ from tandem.proxy.batches import batch_store, line_check, runner
 from tandem.proxy.batches.batch_lines import finished_id
 from tandem.proxy.batches.batch_store import BatchStore
 from tandem.proxy.batches.runner import BatchRunner
+from tests.support.async_tests import in_loop
 from tests.unit.proxy.batches.batch_files import App, create, ended, line, run_until_ended
 from tests.unit.proxy.batches.test_failing_batches import make_batch
 
 
-def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One client's files wait behind each other; other clients' batches and asyncio's threads do not wait for them."""
     asked: list[str] = []
     may_end = threading.Event()
@@ -32,26 +34,22 @@ def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest
         return write_index(input_file, endpoint, index)
 
     monkeypatch.setattr(line_check, "write_index", slow_check)
-
-    async def main() -> None:
-        batches = BatchRunner(tmp_path, None)
-        mallory, bob = batches.store("mallory"), batches.store("bob")
-        for _ in range(8):
-            create(mallory, line("a"), client="mallory")
-        task = asyncio.create_task(batches.run(App()))
-        async with asyncio.timeout(20):
-            while not asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            batch_id = create(bob, line("b"), client="bob").id
-            batches.wake()
-            assert (await ended(bob, batch_id)).status == "completed"
-            await asyncio.to_thread(int)
-        assert asked.count("mallory") == 1
-        may_end.set()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(main())
+    batches = BatchRunner(tmp_path, None)
+    mallory, bob = batches.store("mallory"), batches.store("bob")
+    for _ in range(8):
+        create(mallory, line("a"), client="mallory")
+    task = asyncio.create_task(batches.run(App()))
+    async with asyncio.timeout(20):
+        while not asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        batch_id = create(bob, line("b"), client="bob").id
+        batches.wake()
+        assert (await ended(bob, batch_id)).status == "completed"
+        await asyncio.to_thread(int)
+    assert asked.count("mallory") == 1
+    may_end.set()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_large_files_are_checked_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import io
 import json
@@ -26,6 +25,7 @@ from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.whole_file import ABANDONED_AFTER_S
+from tests.support.async_tests import in_loop
 from tests.unit.proxy.batches.batch_files import OWNER, URL, App, check_lines, create, line, run_until_ended
 from tests.unit.proxy.batches.test_failing_batches import die_while_running, make_batch
 
@@ -125,22 +125,20 @@ def test_the_files_of_a_client_are_limited(tmp_path: Path, monkeypatch: pytest.M
         store.add(io.BytesIO(b"abc"), 3, "a", "batch")
 
 
-def test_batches_and_files_of_others_are_not_found(tmp_path: Path) -> None:
-    async def run() -> None:
-        batches = BatchRunner(tmp_path, None)
-        alice, bob = batches.store("alice"), batches.store("bob")
-        batch = create(alice, line("a"))
-        assert alice.get(batch.id).id == batch.id and bob.ids() == []
-        for method in (bob.get, bob.cancel):
-            with pytest.raises(BatchNotFound):
-                method(batch.id)
-        with pytest.raises(FileNotFound):
-            bob.files.get(batch.input_file_id)
-        with pytest.raises(FileNotFound):
-            request = BatchRequest(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h")
-            bob.create(request, OWNER)
-
-    asyncio.run(run())
+@in_loop
+async def test_batches_and_files_of_others_are_not_found(tmp_path: Path) -> None:
+    batches = BatchRunner(tmp_path, None)
+    alice, bob = batches.store("alice"), batches.store("bob")
+    batch = create(alice, line("a"))
+    assert alice.get(batch.id).id == batch.id and bob.ids() == []
+    for method in (bob.get, bob.cancel):
+        with pytest.raises(BatchNotFound):
+            method(batch.id)
+    with pytest.raises(FileNotFound):
+        bob.files.get(batch.input_file_id)
+    with pytest.raises(FileNotFound):
+        request = BatchRequest(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h")
+        bob.create(request, OWNER)
 
 
 def test_unfinished_batches_are_limited_and_old_ones_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_check import write_index
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
+from tests.support.async_tests import in_loop
 from tests.unit.proxy.batches.batch_files import URL, App, create, ended, line, results, run_until_ended, upload
 
 # ---- runs
@@ -131,27 +132,26 @@ def test_a_file_that_cannot_be_read_stops_no_other_client(tmp_path: Path, caplog
     assert "cannot be read" in caplog.text
 
 
-def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Path) -> None:
-    async def run() -> None:
-        app = App()
-        batches = BatchRunner(tmp_path, None)
-        store = batches.store("")
-        ids = [create(store, *(line(f"{batch}-{i}") for i in range(30))).id for batch in range(3)]
-        task = asyncio.create_task(batches.run(app))
-        for batch_id in ids:
-            assert (await ended(store, batch_id)).request_counts.completed == 30
-        [folder] = tmp_path.glob("*/batches")
-        async with asyncio.timeout(20):  # `save` writes the batch before it removes the other files
-            while {file.name for file in folder.iterdir()} != {f"{i}.json" for i in ids}:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert app.most_running <= batch_run.MAX_CONCURRENT_PER_CLIENT
-
-    asyncio.run(run())
+@in_loop
+async def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Path) -> None:
+    app = App()
+    batches = BatchRunner(tmp_path, None)
+    store = batches.store("")
+    ids = [create(store, *(line(f"{batch}-{i}") for i in range(30))).id for batch in range(3)]
+    task = asyncio.create_task(batches.run(app))
+    for batch_id in ids:
+        assert (await ended(store, batch_id)).request_counts.completed == 30
+    [folder] = tmp_path.glob("*/batches")
+    async with asyncio.timeout(20):  # `save` writes the batch before it removes the other files
+        while {file.name for file in folder.iterdir()} != {f"{i}.json" for i in ids}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert app.most_running <= batch_run.MAX_CONCURRENT_PER_CLIENT
 
 
-def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_read = 0
 
     def counted(*arguments: Any) -> Any:
@@ -161,64 +161,56 @@ def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
     next_line = BatchRun._next
     monkeypatch.setattr(BatchRun, "_next", counted)
+    app = App()
+    app.may_answer.clear()
+    batches = BatchRunner(tmp_path, None)
+    store = batches.store("")
+    ids = [create(store, *(line(f"{batch}-{i}") for i in range(20))).id for batch in range(3)]
+    task = asyncio.create_task(batches.run(app))
+    async with asyncio.timeout(20):
+        while app.num_running < batch_run.MAX_CONCURRENT_PER_CLIENT:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert num_read == batch_run.MAX_CONCURRENT_PER_CLIENT
+    app.may_answer.set()
+    for batch_id in ids:
+        assert (await ended(store, batch_id)).request_counts.completed == 20
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
-    async def run() -> None:
-        app = App()
-        app.may_answer.clear()
-        batches = BatchRunner(tmp_path, None)
-        store = batches.store("")
-        ids = [create(store, *(line(f"{batch}-{i}") for i in range(20))).id for batch in range(3)]
-        task = asyncio.create_task(batches.run(app))
-        async with asyncio.timeout(20):
-            while app.num_running < batch_run.MAX_CONCURRENT_PER_CLIENT:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert num_read == batch_run.MAX_CONCURRENT_PER_CLIENT
-        app.may_answer.set()
-        for batch_id in ids:
-            assert (await ended(store, batch_id)).request_counts.completed == 20
+
+@in_loop
+async def test_only_one_proxy_runs_a_batch(tmp_path: Path) -> None:
+    app = App()
+    batches = [BatchRunner(tmp_path, None) for _ in range(2)]
+    batch_id = create(batches[0].store(""), *(line(str(i)) for i in range(40))).id
+    tasks = [asyncio.create_task(each.run(app)) for each in batches]
+    assert (await ended(batches[1].store(""), batch_id)).status == "completed"
+    for task in tasks:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
-
-
-def test_only_one_proxy_runs_a_batch(tmp_path: Path) -> None:
-    async def run() -> None:
-        app = App()
-        batches = [BatchRunner(tmp_path, None) for _ in range(2)]
-        batch_id = create(batches[0].store(""), *(line(str(i)) for i in range(40))).id
-        tasks = [asyncio.create_task(each.run(app)) for each in batches]
-        assert (await ended(batches[1].store(""), batch_id)).status == "completed"
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert set(app.asked.values()) == {1} and len(app.asked) == 40
-
-    asyncio.run(run())
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert set(app.asked.values()) == {1} and len(app.asked) == 40
 
 
-def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
-    async def run() -> None:
-        app = App()
-        batches = BatchRunner(tmp_path, None)
-        store = batches.store("")
-        batch_id = create(store, *(line(str(i)) for i in range(100))).id
-        task = asyncio.create_task(batches.run(app))
-        async with asyncio.timeout(20):
-            while app.asked.total() < 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        app.may_answer.clear()
-        assert store.cancel(batch_id).status == "cancelling"
-        batch = await ended(store, batch_id)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert batch.status == "cancelled" and app.num_running == 0
-        assert len(results(store, batch.output_file_id)) == batch.request_counts.completed < 100
-        with pytest.raises(InvalidRequest, match="cannot be cancelled"):
-            store.cancel(batch_id)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+    app = App()
+    batches = BatchRunner(tmp_path, None)
+    store = batches.store("")
+    batch_id = create(store, *(line(str(i)) for i in range(100))).id
+    task = asyncio.create_task(batches.run(app))
+    async with asyncio.timeout(20):
+        while app.asked.total() < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    app.may_answer.clear()
+    assert store.cancel(batch_id).status == "cancelling"
+    batch = await ended(store, batch_id)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert batch.status == "cancelled" and app.num_running == 0
+    assert len(results(store, batch.output_file_id)) == batch.request_counts.completed < 100
+    with pytest.raises(InvalidRequest, match="cannot be cancelled"):
+        store.cancel(batch_id)
 
 
 def test_requests_past_the_window_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +267,10 @@ def test_a_full_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "the disk is full" in caplog.text
 
 
-def test_a_call_within_the_process_returns_the_answer() -> None:
-    async def run() -> None:
-        status, headers, body = await call(App(), URL, b'{"prompt": "a"}', "h", None)
-        assert (status, headers["x-request-id"], msgspec.json.decode(body)) == (200, "r", {"echo": "a"})
-
-    asyncio.run(run())
+@in_loop
+async def test_a_call_within_the_process_returns_the_answer() -> None:
+    status, headers, body = await call(App(), URL, b'{"prompt": "a"}', "h", None)
+    assert (status, headers["x-request-id"], msgspec.json.decode(body)) == (200, "r", {"echo": "a"})
 
 
 def test_times_of_a_batch_are_noted(tmp_path: Path) -> None:

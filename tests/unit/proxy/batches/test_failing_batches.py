@@ -22,6 +22,7 @@ from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.tasks import keep_running
 from tandem.runtime.threads import Threads
+from tests.support.async_tests import in_loop
 from tests.unit.proxy.batches.batch_files import App, create, ended, line, results, run_until_ended
 
 
@@ -35,28 +36,25 @@ def make_batch(folder: Path, *lines: bytes, client: str = "") -> str:
 # ---- places
 
 
-def test_refused_lines_hold_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_refused_lines_hold_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines that were answered with 429 kept all 16 places of the proxy for up to 24 hours."""
     monkeypatch.setattr(batch_run, "MIN_RETRY_S", 1000.0)
-
-    async def main() -> None:
-        app = App(lambda prompt, attempt: 429 if prompt.startswith("refused") else 200)
-        batches = BatchRunner(tmp_path, None)
-        alice, bob = batches.store("alice"), batches.store("bob")
-        refused = [create(alice, *(line(f"refused-{batch}-{i}") for i in range(30))).id for batch in range(3)]
-        task = asyncio.create_task(batches.run(app))
-        async with asyncio.timeout(20):
-            while app.asked.total() < 2 * MAX_CONCURRENT:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        batch_id = create(bob, *(line(str(i)) for i in range(40))).id
-        batches.wake()
-        assert (await ended(bob, batch_id)).request_counts.completed == 40
-        assert {alice.get(each).status for each in refused} == {"in_progress"}
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert app.num_running == 0
-
-    asyncio.run(main())
+    app = App(lambda prompt, attempt: 429 if prompt.startswith("refused") else 200)
+    batches = BatchRunner(tmp_path, None)
+    alice, bob = batches.store("alice"), batches.store("bob")
+    refused = [create(alice, *(line(f"refused-{batch}-{i}") for i in range(30))).id for batch in range(3)]
+    task = asyncio.create_task(batches.run(app))
+    async with asyncio.timeout(20):
+        while app.asked.total() < 2 * MAX_CONCURRENT:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    batch_id = create(bob, *(line(str(i)) for i in range(40))).id
+    batches.wake()
+    assert (await ended(bob, batch_id)).request_counts.completed == 40
+    assert {alice.get(each).status for each in refused} == {"in_progress"}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert app.num_running == 0
 
 
 def test_a_refused_line_is_tried_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +226,10 @@ def test_a_line_that_never_is_in_time_is_not_tried_until_its_batch_expires(
     assert batch.status == "completed" and batch.request_counts.completed == 1
 
 
-def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_one_failing_disk_access_does_not_end_all_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An OSError outside of the inner `try` ended the runner without a word until the proxy restarted."""
     calls = iter(range(100))
     hold = BatchRunner._hold
@@ -239,16 +240,12 @@ def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkey
         return hold(self)
 
     monkeypatch.setattr(BatchRunner, "_hold", fails_once)
-    batch_id = make_batch(tmp_path, line("a"))
-
-    async def main() -> None:
-        batches = BatchRunner(tmp_path, None)
-        task = keep_running(lambda: batches.run(App()), "running batches", 0.01)
-        assert (await ended(batches.store(""), batch_id)).status == "completed"
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(main())
+    batches = BatchRunner(tmp_path, None)
+    batch_id = create(batches.store(""), line("a")).id
+    task = keep_running(lambda: batches.run(App()), "running batches", 0.01)
+    assert (await ended(batches.store(""), batch_id)).status == "completed"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_a_folder_that_cannot_be_read_stops_no_other_client(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,18 +257,16 @@ def test_a_folder_that_cannot_be_read_stops_no_other_client(tmp_path: Path, capl
     assert "cannot be read" in caplog.text
 
 
-def test_a_client_has_a_share_of_the_running_batches(tmp_path: Path) -> None:
-    async def main() -> None:
-        batches = BatchRunner(tmp_path, None)
-        for _ in range(runner.MAX_RUNNING_PER_CLIENT + 3):
-            create(batches.store("alice"), line("a"))
-        create(batches.store("bob"), line("b"))
-        held = batches._hold()
-        assert len(held) == runner.MAX_RUNNING_PER_CLIENT + 1
-        for _, each in held:
-            each.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_client_has_a_share_of_the_running_batches(tmp_path: Path) -> None:
+    batches = BatchRunner(tmp_path, None)
+    for _ in range(runner.MAX_RUNNING_PER_CLIENT + 3):
+        create(batches.store("alice"), line("a"))
+    create(batches.store("bob"), line("b"))
+    held = batches._hold()
+    assert len(held) == runner.MAX_RUNNING_PER_CLIENT + 1
+    for _, each in held:
+        each.close()
 
 
 # ---- room
@@ -374,24 +369,21 @@ def test_a_full_disk_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(descriptors.iterdir())) <= before  # garbage of other tests may be closed meanwhile
 
 
-def test_a_run_that_is_cancelled_twice_waits_for_its_files() -> None:
+@in_loop
+async def test_a_run_that_is_cancelled_twice_waits_for_its_files() -> None:
     """Each line of a batch that is cancelled is cancelled by two tasks."""
+    threads, may_end, ended = Threads("batches", 1), threading.Event(), threading.Event()
 
-    async def main() -> None:
-        threads, may_end, ended = Threads("batches", 1), threading.Event(), threading.Event()
+    def work() -> None:
+        may_end.wait(10)
+        ended.set()
 
-        def work() -> None:
-            may_end.wait(10)
-            ended.set()
-
-        task = asyncio.create_task(finish_on_thread(threads, work))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            task.cancel()
-        asyncio.get_running_loop().call_later(0.05, may_end.set)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
-        threads.close()
-
-    asyncio.run(main())
+    task = asyncio.create_task(finish_on_thread(threads, work))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    threads.close()

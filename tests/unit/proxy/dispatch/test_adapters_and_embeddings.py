@@ -26,7 +26,7 @@ from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.model_text import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play, turn, whole
+from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, played, turn, whole
 
 REF = AdapterRef("a" * 64, "/adapters/a")
 OTHER_PREFILL = WorkerInfo("prefill-1", "p2", "prefill", "ipc://p2", 3)
@@ -45,60 +45,52 @@ def report(cluster: Cluster, start: StartPrefill, worker: WorkerInfo, values: An
     )
 
 
-def test_embeddings_need_prefill_workers_only() -> None:
-    async def test(cluster: Cluster) -> None:
-        answering = answer(cluster, input=["abc", "de"], encoding_format="float")
-        await turn()
-        starts = [start for _, start in cluster.pool.of(StartPrefill)]
-        assert [(start.pooling, start.decode_epoch, start.stop.max_tokens) for start in starts] == [
-            ("last", None, 1)
-        ] * 2
-        report(cluster, starts[1], PREFILL, VALUES * np.array([-1, 1], np.float32))  # in any order
-        report(cluster, starts[0], PREFILL)
-        found = json.loads(await answering)
-        assert [each["index"] for each in found["data"]] == [0, 1]
-        np.testing.assert_allclose([each["embedding"] for each in found["data"]], [[0.6, 0.8], [-0.6, 0.8]], rtol=1e-6)
-        assert (found["object"], found["model"], found["id"]) == ("list", "m", "embd-r")
-        details = {"cached_tokens": 0, "multimodal_tokens": None}
-        assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": details}
-        cluster.check_nothing_is_left()
-
-    play(test, workers=(PREFILL,))
+@played(workers=(PREFILL,))
+async def test_embeddings_need_prefill_workers_only(cluster: Cluster) -> None:
+    answering = answer(cluster, input=["abc", "de"], encoding_format="float")
+    await turn()
+    starts = [start for _, start in cluster.pool.of(StartPrefill)]
+    assert [(start.pooling, start.decode_epoch, start.stop.max_tokens) for start in starts] == [("last", None, 1)] * 2
+    report(cluster, starts[1], PREFILL, VALUES * np.array([-1, 1], np.float32))  # in any order
+    report(cluster, starts[0], PREFILL)
+    found = json.loads(await answering)
+    assert [each["index"] for each in found["data"]] == [0, 1]
+    np.testing.assert_allclose([each["embedding"] for each in found["data"]], [[0.6, 0.8], [-0.6, 0.8]], rtol=1e-6)
+    assert (found["object"], found["model"], found["id"]) == ("list", "m", "embd-r")
+    details = {"cached_tokens": 0, "multimodal_tokens": None}
+    assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": details}
+    cluster.check_nothing_is_left()
 
 
-def test_an_embedding_is_computed_again_when_its_worker_is_lost() -> None:
-    async def test(cluster: Cluster) -> None:
-        answering = answer(cluster, input=[7, 8, 9], encoding_format="base64", normalize=False)
-        await turn()
-        [(worker_id, first)] = cluster.pool.of(StartPrefill)
-        lost, left = (PREFILL, OTHER_PREFILL) if worker_id == "prefill-0" else (OTHER_PREFILL, PREFILL)
-        cluster.lose(lost)
-        await turn()
-        second = cluster.pool.of(StartPrefill)[1][1]
-        assert (second.pooling, second.token_ids) == ("last", first.token_ids)
-        report(cluster, second, left)
-        [found] = json.loads(await answering)["data"]
-        assert np.frombuffer(base64.b64decode(found["embedding"]), "<f4").tolist() == [3.0, 4.0]
-        cluster.check_nothing_is_left()
-
-    play(test, workers=(PREFILL, OTHER_PREFILL))
+@played(workers=(PREFILL, OTHER_PREFILL))
+async def test_an_embedding_is_computed_again_when_its_worker_is_lost(cluster: Cluster) -> None:
+    answering = answer(cluster, input=[7, 8, 9], encoding_format="base64", normalize=False)
+    await turn()
+    [(worker_id, first)] = cluster.pool.of(StartPrefill)
+    lost, left = (PREFILL, OTHER_PREFILL) if worker_id == "prefill-0" else (OTHER_PREFILL, PREFILL)
+    cluster.lose(lost)
+    await turn()
+    second = cluster.pool.of(StartPrefill)[1][1]
+    assert (second.pooling, second.token_ids) == ("last", first.token_ids)
+    report(cluster, second, left)
+    [found] = json.loads(await answering)["data"]
+    assert np.frombuffer(base64.b64decode(found["embedding"]), "<f4").tolist() == [3.0, 4.0]
+    cluster.check_nothing_is_left()
 
 
-def test_both_workers_and_the_next_attempt_get_the_adapter() -> None:
-    async def test(cluster: Cluster) -> None:
-        task = PromptTask(replace(PROMPT, adapter=REF), StopConditions(5), 60)
-        [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda _: None)
-        [(_, prepare)] = cluster.pool.of(PrepareDecode)
-        [(_, start)] = cluster.pool.of(StartPrefill)
-        assert prepare.adapter == start.adapter == REF
-        cluster.lose(DECODE)
-        cluster.join(msgspec.structs.replace(DECODE, epoch="d2"))
-        cluster.dispatcher.take(sequence)
-        await turn()
-        assert [message.adapter for _, message in cluster.pool.of(StartPrefill)] == [REF, REF]
-        cluster.dispatcher.drop(sequence)
-
-    play(test, worker_wait_s=5.0)
+@played(worker_wait_s=5.0)
+async def test_both_workers_and_the_next_attempt_get_the_adapter(cluster: Cluster) -> None:
+    task = PromptTask(replace(PROMPT, adapter=REF), StopConditions(5), 60)
+    [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda _: None)
+    [(_, prepare)] = cluster.pool.of(PrepareDecode)
+    [(_, start)] = cluster.pool.of(StartPrefill)
+    assert prepare.adapter == start.adapter == REF
+    cluster.lose(DECODE)
+    cluster.join(msgspec.structs.replace(DECODE, epoch="d2"))
+    cluster.dispatcher.take(sequence)
+    await turn()
+    assert [message.adapter for _, message in cluster.pool.of(StartPrefill)] == [REF, REF]
+    cluster.dispatcher.drop(sequence)
 
 
 def decoder(defaults: EmbeddingDefaults = EmbeddingDefaults()) -> BodyDecoder:  # noqa: B008  # frozen
@@ -119,17 +111,13 @@ def test_an_adapter_is_named_as_the_model() -> None:
             getattr(decoder(), kind)(body.replace(b'"sql"', b'"SQL"'))
 
 
-def test_prompts_of_different_adapters_have_different_hashes() -> None:
-    async def test(cluster: Cluster) -> None:
-        limits = ModelLimits(1000, 500, "m", 8)
-        base = decoder().completion(b'{"model": "base", "prompt": "abcdefghijklmnop"}')
-        tuned = decoder().completion(b'{"model": "sql", "prompt": "abcdefghijklmnop"}')
-        hashes = [
-            cluster.reader.render(request, limits).prompt.prompts[0].prefix_hashes for request in (base, base, tuned)
-        ]
-        assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 16
-
-    play(test)
+@played()
+async def test_prompts_of_different_adapters_have_different_hashes(cluster: Cluster) -> None:
+    limits = ModelLimits(1000, 500, "m", 8)
+    base = decoder().completion(b'{"model": "base", "prompt": "abcdefghijklmnop"}')
+    tuned = decoder().completion(b'{"model": "sql", "prompt": "abcdefghijklmnop"}')
+    hashes = [cluster.reader.render(request, limits).prompt.prompts[0].prefix_hashes for request in (base, base, tuned)]
+    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 16
 
 
 @pytest.mark.parametrize(

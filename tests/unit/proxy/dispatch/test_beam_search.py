@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.packed import unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.proxy.admission.admission import Admission
@@ -26,8 +28,9 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, TandemError, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import EOS, PREFILL, Cluster, play, whole
+from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, play, played, turn, whole
 
+OTHER_PREFILLS = [WorkerInfo(f"prefill-{number}", f"e{number}", "prefill", "ipc://", number) for number in (3, 4)]
 NUM_TOKENS = 3
 END = 0
 
@@ -206,72 +209,78 @@ async def step(cluster: Cluster, num_before: int, tops: list[list[tuple[int, flo
         cluster.dispatcher.on_message(PREFILL, FirstToken(attempt_id, token, "length", 0.1, 0.2))
 
 
-def test_a_request_gets_its_best_beams() -> None:
-    async def test(cluster: Cluster) -> None:
-        x, y = cluster.text.ids("xy")
-        made, completion = answers(cluster, logprobs=1, return_token_ids=True, echo=False)
-        task = asyncio.create_task(whole(completion))
-        await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
-        await step(cluster, 1, [[(EOS, -0.1), (x, -3.0)], [(y, -0.2), (x, -4.0)]])
-        await step(cluster, 3, [[(x, -0.1), (y, -5.0)], [(x, -9.0), (y, -9.5)]])
-        body = json.loads(await task)
-        prompts = [unpack_token_ids(m.token_ids) for _, m in cluster.pool.of(StartPrefill)]
-        assert [prompt[2:] for prompt in prompts] == [[], [x], [y], [y, y], [x, x]]
-        assert [choice["text"] for choice in body["choices"]] == ["x", "yyx"]
-        assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
-        assert [choice["token_ids"] for choice in body["choices"]] == [[x], [y, y, x]]
-        assert body["choices"][1]["logprobs"]["token_logprobs"] == [-1.0, -0.2, -0.1]
-        assert body["usage"]["completion_tokens"] == 4
-        assert cluster.dispatcher.num_running == 0 and made.record.outcome == "length"
-
-    play(test)
+@played()
+async def test_a_request_gets_its_best_beams(cluster: Cluster) -> None:
+    x, y = cluster.text.ids("xy")
+    made, completion = answers(cluster, logprobs=1, return_token_ids=True, echo=False)
+    task = asyncio.create_task(whole(completion))
+    await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
+    await step(cluster, 1, [[(EOS, -0.1), (x, -3.0)], [(y, -0.2), (x, -4.0)]])
+    await step(cluster, 3, [[(x, -0.1), (y, -5.0)], [(x, -9.0), (y, -9.5)]])
+    body = json.loads(await task)
+    prompts = [unpack_token_ids(m.token_ids) for _, m in cluster.pool.of(StartPrefill)]
+    assert [prompt[2:] for prompt in prompts] == [[], [x], [y], [y, y], [x, x]]
+    assert [choice["text"] for choice in body["choices"]] == ["x", "yyx"]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
+    assert [choice["token_ids"] for choice in body["choices"]] == [[x], [y, y, x]]
+    assert body["choices"][1]["logprobs"]["token_logprobs"] == [-1.0, -0.2, -0.1]
+    assert body["usage"]["completion_tokens"] == 4
+    assert cluster.dispatcher.num_running == 0 and made.record.outcome == "length"
 
 
-def test_the_beams_of_several_prompts_are_numbered_as_openai_does() -> None:
-    async def test(cluster: Cluster) -> None:
-        x, y, z = cluster.text.ids("xyz")
-        _, completion = answers(cluster, prompt=["ab", "cd", "ef"], max_tokens=1)
-        task = asyncio.create_task(whole(completion))
-        await step(cluster, 0, [[(x, -0.5), (y, -1.0)], [(y, -0.5), (z, -1.0)], [(z, -0.5), (x, -1.0)]])
-        choices = json.loads(await task)["choices"]
-        assert [(each["index"], each["text"]) for each in choices] == list(enumerate("xyyzzx"))
+@played(workers=())
+async def test_all_steps_of_an_exact_search_are_computed_alike(cluster: Cluster) -> None:
+    x, y = cluster.text.ids("xy")
+    cluster.join(PREFILL, DECODE, numerics=Numerics(instruction_set="avx512"))
+    task = asyncio.create_task(whole(answers(cluster)[1]))
+    await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
+    await turn()
+    cluster.join(*OTHER_PREFILLS, numerics=Numerics(instruction_set="avx2"))
+    await step(cluster, 1, [[(x, -0.1), (y, -3.0)], [(y, -0.2), (x, -4.0)]])
+    await step(cluster, 3, [[(x, -0.1), (y, -5.0)], [(x, -9.0), (y, -9.5)]])
+    await task
+    assert {worker_id for worker_id, _ in cluster.pool.of(StartPrefill)} == {PREFILL.worker_id}
 
-    play(test)
+
+@played()
+async def test_the_beams_of_several_prompts_are_numbered_as_openai_does(cluster: Cluster) -> None:
+    x, y, z = cluster.text.ids("xyz")
+    _, completion = answers(cluster, prompt=["ab", "cd", "ef"], max_tokens=1)
+    task = asyncio.create_task(whole(completion))
+    await step(cluster, 0, [[(x, -0.5), (y, -1.0)], [(y, -0.5), (z, -1.0)], [(z, -0.5), (x, -1.0)]])
+    choices = json.loads(await task)["choices"]
+    assert [(each["index"], each["text"]) for each in choices] == list(enumerate("xyyzzx"))
 
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), DeadlineExceeded("late")], ids=lambda error: error.code)
-def test_a_failed_beam_fails_the_request(error: TandemError) -> None:
-    async def test(cluster: Cluster) -> None:
-        x, y = cluster.text.ids("xy")
-        _, completion = answers(cluster)
-        task = asyncio.create_task(whole(completion))
-        await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
-        while cluster.dispatcher.num_running != 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        cluster.dispatcher.fail_all(error)
-        with pytest.raises(type(error)):
-            await task
-        assert cluster.dispatcher.num_running == 0
-
-    play(test)
+@played()
+async def test_a_failed_beam_fails_the_request(cluster: Cluster, error: TandemError) -> None:
+    x, y = cluster.text.ids("xy")
+    _, completion = answers(cluster)
+    task = asyncio.create_task(whole(completion))
+    await step(cluster, 0, [[(x, -0.5), (y, -1.0)]])
+    while cluster.dispatcher.num_running != 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    cluster.dispatcher.fail_all(error)
+    with pytest.raises(type(error)):
+        await task
+    assert cluster.dispatcher.num_running == 0
 
 
-def test_many_beams_are_started_between_turns_of_the_loop() -> None:
-    async def test(cluster: Cluster) -> None:
-        services = replace(cluster.services, admission=Admission(AdmissionSettings(100), time.monotonic))
-        body = json.dumps({"prompt": ["ab"] * 100, "use_beam_search": True}).encode()
-        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
-        generation = Generation(services, request, RequestRecord("r", "completion"))
-        task = asyncio.create_task(whole(CompletionAnswers(generation, "m")))
-        counts = [0]
-        while counts[-1] < 100:
-            await asyncio.sleep(0)
-            counts.append(len(cluster.pool.of(StartPrefill)))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert max(after - before for before, after in itertools.pairwise(counts)) <= 16
-
-    play(test)
+@played()
+async def test_many_beams_are_started_between_turns_of_the_loop(cluster: Cluster) -> None:
+    services = replace(cluster.services, admission=Admission(AdmissionSettings(100), time.monotonic))
+    body = json.dumps({"prompt": ["ab"] * 100, "use_beam_search": True}).encode()
+    request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+    generation = Generation(services, request, RequestRecord("r", "completion"))
+    task = asyncio.create_task(whole(CompletionAnswers(generation, "m")))
+    counts = [0]
+    while counts[-1] < 100:
+        await asyncio.sleep(0)
+        counts.append(len(cluster.pool.of(StartPrefill)))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= 16
 
 
 def test_the_loop_runs_while_the_tokens_of_the_widest_search_are_taken_and_compared(

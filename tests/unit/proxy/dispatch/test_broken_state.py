@@ -13,7 +13,7 @@ from tandem.protocol.messages.dispatch import DecodeReserved, NewToken, TokenBat
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.runtime.errors import InternalError
-from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play
+from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play, played
 
 
 def tokens_of(cluster: Cluster, sequence: DispatchedSequence) -> list[int]:
@@ -49,42 +49,25 @@ def test_a_broken_attempt_leaves_the_other_tokens_of_its_message(caplog: pytest.
     assert "its state is wrong" in caplog.text
 
 
-def test_a_broken_prompt_leaves_the_others_that_wait_for_a_worker() -> None:
-    async def test(cluster: Cluster) -> None:
-        [broken] = cluster.start([SamplingParams()], 5, 60)
-        [whole] = cluster.start([SamplingParams()], 5, 60)
-        broken.generated = [1] * 5  # nothing is left to generate
-        cluster.join(PREFILL, DECODE)
-        assert isinstance(broken.error, InternalError) and broken.attempt is None
-        assert whole.error is None and whole.attempt is not None
-        cluster.dispatcher.drop(broken)
-        cluster.dispatcher.drop(whole)
-
-    play(test, worker_wait_s=30, workers=())
+@played(worker_wait_s=30, workers=())
+async def test_a_broken_prompt_leaves_the_others_that_wait_for_a_worker(cluster: Cluster) -> None:
+    [broken] = cluster.start([SamplingParams()], 5, 60)
+    [whole] = cluster.start([SamplingParams()], 5, 60)
+    broken.generated = [1] * 5  # nothing is left to generate
+    cluster.join(PREFILL, DECODE)
+    assert isinstance(broken.error, InternalError) and broken.attempt is None
+    assert whole.error is None and whole.attempt is not None
+    cluster.dispatcher.drop(broken)
+    cluster.dispatcher.drop(whole)
 
 
-def test_a_worker_that_generates_too_much_fails_the_request() -> None:
-    async def test(cluster: Cluster) -> None:
-        [sequence] = cluster.start([SamplingParams()], 2, 60)
-        cluster.first(cluster.started(), 5)
-        cluster.token(cluster.started(), 6)
-        cluster.token(cluster.started(), 7)
-        with pytest.raises(InternalError):
-            cluster.dispatcher.take(sequence)
-        cluster.dispatcher.drop(sequence)
-
-    play(test)
-
-
-def test_a_wrong_count_ends_the_sequence_and_tells_its_workers() -> None:
-    async def test(cluster: Cluster) -> None:
-        [sequence] = cluster.start([SamplingParams()], 5, 60)
-        attempt = sequence.attempt
-        assert attempt is not None
-        cluster.router.sequence_ended(attempt.route)  # once too often
-        cluster.dispatcher.drop(sequence)
-        assert cluster.aborted() == ["decode-0", "prefill-0"] and cluster.dispatcher.num_running == 0
-        assert attempt.route.decode_use is not None
-        attempt.route.decode_use._num_own += 1
-
-    play(test)
+@played()
+async def test_a_wrong_count_ends_the_sequence_and_tells_its_workers(cluster: Cluster) -> None:
+    [sequence] = cluster.start([SamplingParams()], 5, 60)
+    attempt = sequence.attempt
+    assert attempt is not None
+    cluster.router.sequence_ended(attempt.route)  # once too often
+    cluster.dispatcher.drop(sequence)
+    assert cluster.aborted() == ["decode-0", "prefill-0"] and cluster.dispatcher.num_running == 0
+    assert attempt.route.decode_use is not None
+    attempt.route.decode_use._num_own += 1

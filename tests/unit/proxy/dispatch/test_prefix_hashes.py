@@ -17,7 +17,7 @@ from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.text.prompt import AnyPrompt, CachedMedia, MediaPrompt, RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import Cluster, play, turn
+from tests.support.proxy_cluster import Cluster, played, turn
 
 BLOCK_SIZE, MODEL_ID = 64, "m"  # of the workers of Cluster
 TEXT = "@@@" + "a" * 140
@@ -62,33 +62,29 @@ def hashes_of(request: GenerationRequest) -> bytes:
     return prompt.prefix_hashes
 
 
-def test_requests_that_differ_in_salt_adapter_or_media_share_no_block() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        seen: dict[bytes, str] = {}
-        for name, request in variants(cluster).items():
-            packed = hashes_of(request)
-            blocks = [packed[:8], packed[8:]]
-            assert all(len(block) == 8 and block not in seen for block in blocks), (name, seen.get(blocks[0]))
-            seen |= dict.fromkeys(blocks, name)
-        again = {hashes_of(request)[:8] for request in variants(cluster).values()}
-        assert again <= seen.keys(), "equal requests share them"
-
-    play(scenario, max_model_len=200)
+@played(max_model_len=200)
+async def test_requests_that_differ_in_salt_adapter_or_media_share_no_block(cluster: Cluster) -> None:
+    seen: dict[bytes, str] = {}
+    for name, request in variants(cluster).items():
+        packed = hashes_of(request)
+        blocks = [packed[:8], packed[8:]]
+        assert all(len(block) == 8 and block not in seen for block in blocks), (name, seen.get(blocks[0]))
+        seen |= dict.fromkeys(blocks, name)
+    again = {hashes_of(request)[:8] for request in variants(cluster).values()}
+    assert again <= seen.keys(), "equal requests share them"
 
 
-def test_workers_compute_the_hashes_by_which_the_proxy_routes() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        for name, request in variants(cluster).items():
-            cluster.pool.sent.clear()
-            deltas = Generation(cluster.services, request, RequestRecord(name, "completion")).deltas()
-            reading: asyncio.Future[Any] = asyncio.ensure_future(anext(deltas))
-            await turn()
-            [(_, start)], [(_, prepare)] = cluster.pool.of(StartPrefill), cluster.pool.of(PrepareDecode)
-            prefill = PrefillPrompt.of(start, "pair", False, 0, 0.0).hash_blocks(BLOCK_SIZE, MODEL_ID)
-            decode = DecodePrompt.of(prepare, 0, 0.0, BLOCK_SIZE, MODEL_ID).hashes
-            assert pack_short_hashes(prefill) == pack_short_hashes(decode) == hashes_of(request), name
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            await deltas.aclose()
-
-    play(scenario, max_model_len=200)
+@played(max_model_len=200)
+async def test_workers_compute_the_hashes_by_which_the_proxy_routes(cluster: Cluster) -> None:
+    for name, request in variants(cluster).items():
+        cluster.pool.sent.clear()
+        deltas = Generation(cluster.services, request, RequestRecord(name, "completion")).deltas()
+        reading: asyncio.Future[Any] = asyncio.ensure_future(anext(deltas))
+        await turn()
+        [(_, start)], [(_, prepare)] = cluster.pool.of(StartPrefill), cluster.pool.of(PrepareDecode)
+        prefill = PrefillPrompt.of(start, "pair", False, 0, 0.0).hash_blocks(BLOCK_SIZE, MODEL_ID)
+        decode = DecodePrompt.of(prepare, 0, 0.0, BLOCK_SIZE, MODEL_ID).hashes
+        assert pack_short_hashes(prefill) == pack_short_hashes(decode) == hashes_of(request), name
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await deltas.aclose()

@@ -43,14 +43,6 @@ def test_a_prompt_is_refused_for_ten_minutes_since_its_last_crash() -> None:
     assert not is_refused(refused, REFUSAL_S + 100, 1)
 
 
-def test_the_error_says_for_how_long() -> None:
-    refused = RefusedPrompts()
-    refuse(refused, 0.0, 1)
-    with pytest.raises(RequestCrashesWorkers, match="refused for 10 minutes") as error:
-        refused.check(0.0, prompt(1), SAMPLING)
-    assert error.value.code == "request_crashes_workers"
-
-
 def test_only_the_prompts_that_were_added_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_REFUSED_PROMPTS", 3)
     refused = RefusedPrompts()

@@ -18,6 +18,7 @@ from tandem.proxy.answers.http_answers import ClientDisconnected
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError
+from tests.support.async_tests import in_loop
 
 BODIES = RequestBodies(100_000, 30.0, max_spooled_bytes=150_000)
 
@@ -50,29 +51,27 @@ def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
     assert BODIES._bytes.num_held == 0
 
 
-def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
+@in_loop
+async def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
     budget = DescriptorBudget(256, 100, 20)
     bodies = RequestBodies(100_000, 30.0, max_spooled_bytes=200_000, descriptors=budget)
 
     async def hold(stack: AsyncExitStack, client: str, num_bytes: int) -> None:
         await stack.enter_async_context(bodies.receive(feed([b"a" * num_bytes]), Headers(), client))
 
-    async def play() -> None:
-        async with AsyncExitStack() as stack:
-            await hold(stack, "a", 100_000)
-            assert budget.num_held == 1
-            await hold(stack, "a", 16_000)  # is no file
-            assert budget.num_held == 1
-            with pytest.raises(ClientShareExceeded, match="as many bytes"):
-                await hold(stack, "a", 60_000)
-            await hold(stack, "b", 60_000)
-            with pytest.raises(Overloaded, match="too many large requests"):
-                await hold(stack, "c", 60_000)
-            with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
-                await hold(stack, "a", 20_000)
-        assert budget.num_held == 0 and not bodies._bytes.num_held and not bodies._bytes._by_client
-
-    asyncio.run(play())
+    async with AsyncExitStack() as stack:
+        await hold(stack, "a", 100_000)
+        assert budget.num_taken == 1
+        await hold(stack, "a", 16_000)  # is no file
+        assert budget.num_taken == 1
+        with pytest.raises(ClientShareExceeded, match="as many bytes"):
+            await hold(stack, "a", 60_000)
+        await hold(stack, "b", 60_000)
+        with pytest.raises(Overloaded, match="too many large requests"):
+            await hold(stack, "c", 60_000)
+        with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
+            await hold(stack, "a", 20_000)
+    assert budget.num_taken == 0 and not bodies._bytes.num_bytes and not bodies._bytes._by_client
 
 
 DISCONNECT = {"type": "http.disconnect"}
@@ -100,23 +99,19 @@ def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[Ta
     assert BODIES._bytes.num_held == 0
 
 
-def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:
-    async def run() -> None:
-        with pytest.raises(BodyTooLarge):
-            async with RequestBodies(1024, 30.0).receive(feed([b"a" * 1025]), Headers()):
-                raise AssertionError("it was taken")
-
-    asyncio.run(run())
+@in_loop
+async def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:
+    with pytest.raises(BodyTooLarge):
+        async with RequestBodies(1024, 30.0).receive(feed([b"a" * 1025]), Headers()):
+            raise AssertionError("it was taken")
 
 
-def test_large_bodies_together_are_limited() -> None:
-    async def run() -> None:
-        async with BODIES.receive(feed([b"a" * 90_000]), Headers()) as first:
-            assert isinstance(first, SpooledBody)
-            with pytest.raises(Overloaded):
-                async with BODIES.receive(feed([b"b" * 90_000]), Headers()):
-                    pass
-            assert await read([b"small"]) == b"small"
-        assert len(await read([b"b" * 90_000])) == 90_000
-
-    asyncio.run(run())
+@in_loop
+async def test_large_bodies_together_are_limited() -> None:
+    async with BODIES.receive(feed([b"a" * 90_000]), Headers()) as first:
+        assert isinstance(first, SpooledBody)
+        with pytest.raises(Overloaded):
+            async with BODIES.receive(feed([b"b" * 90_000]), Headers()):
+                pass
+        assert await read([b"small"]) == b"small"
+    assert len(await read([b"b" * 90_000])) == 90_000

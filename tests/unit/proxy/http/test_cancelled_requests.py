@@ -21,7 +21,8 @@ from tandem.proxy.http.routes import generation_routes
 from tandem.proxy.http.routes.generation_routes import _generate
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import InvalidRequest
-from tests.support.proxy_cluster import Cluster, play
+from tests.support.async_tests import in_loop
+from tests.support.proxy_cluster import Cluster, play, played
 
 CONFIG = ProxyConfig("proxy-0", "", "m", "m")
 NUM_MOMENTS = 40
@@ -117,7 +118,10 @@ def test_a_request_with_images_leaves_no_lease(num_bytes: int, by_client: bool) 
 
 
 @pytest.mark.parametrize("by", ["the queue", "its vocabulary", "the answer"])
-def test_a_refused_request_with_images_leaves_no_lease(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@played()
+async def test_a_refused_request_with_images_leaves_no_lease(
+    cluster: Cluster, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused when its images are in the cache already."""
     error = {"the queue": QueueFull("full", 1), "its vocabulary": InvalidRequest("no"), "the answer": QueueFull("", 1)}
     place = {
@@ -130,63 +134,55 @@ def test_a_refused_request_with_images_leaves_no_lease(by: str, monkeypatch: pyt
         raise error[by]
 
     monkeypatch.setattr(*place[by], refuse)
-
-    async def test(cluster: Cluster) -> None:
-        media = Media(cluster)
-        with pytest.raises(type(error[by])):
-            await begin(cluster, media, 100, asyncio.Event())
-        assert [lease.is_released for lease in media.leases] == [True]
-        assert all(record.ended_at is not None for record in cluster.services.requests._records.values())
-        assert not cluster.pool.sent
-
-    play(test)
+    media = Media(cluster)
+    with pytest.raises(type(error[by])):
+        await begin(cluster, media, 100, asyncio.Event())
+    assert [lease.is_released for lease in media.leases] == [True]
+    assert all(record.ended_at is not None for record in cluster.services.requests._records.values())
+    assert not cluster.pool.sent
 
 
-def test_a_request_that_cannot_be_recorded_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+@played()
+async def test_a_request_that_cannot_be_recorded_leaves_no_lease(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(request: GenerationRequest) -> None:
         raise InvalidRequest("a request with images is not recorded")
 
     monkeypatch.setattr(generation_routes, "wants_record", lambda *_: True)
     monkeypatch.setattr(generation_routes, "check_recorded", refuse)
-
-    async def test(cluster: Cluster) -> None:
-        media = Media(cluster)
-        with pytest.raises(InvalidRequest):
-            await begin(cluster, media, 100, asyncio.Event())
-        assert [lease.is_released for lease in media.leases] == [True]
-
-    play(test)
+    media = Media(cluster)
+    with pytest.raises(InvalidRequest):
+        await begin(cluster, media, 100, asyncio.Event())
+    assert [lease.is_released for lease in media.leases] == [True]
 
 
-def test_work_that_is_done_when_it_is_cancelled_ends_by_itself() -> None:
+@in_loop
+async def test_work_that_is_done_when_it_is_cancelled_ends_by_itself() -> None:
     """Its result is never between two tasks, where nobody would release what it holds."""
+    for num_turns in range(8):
+        held: list[str] = []
 
-    async def main() -> None:
-        for num_turns in range(8):
-            held: list[str] = []
-
-            async def work(held: list[str] = held) -> str:
-                held.append("lease")
-                try:
-                    for _ in range(3):
-                        await asyncio.sleep(0)
-                except BaseException:
-                    held.clear()
-                    raise
-                return "lease"
-
-            async def stays() -> Any:
-                await asyncio.sleep(60)
-
-            async def owner(held: list[str] = held, work: Any = work, stays: Any = stays) -> None:
-                await unless_disconnected(stays, work())
+        async def work(held: list[str] = held) -> str:
+            held.append("lease")
+            try:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            except BaseException:
                 held.clear()
+                raise
+            return "lease"
 
-            task = asyncio.create_task(owner())
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert not held
+        async def stays() -> Any:
+            await asyncio.sleep(60)
 
-    asyncio.run(main())
+        async def owner(held: list[str] = held, work: Any = work, stays: Any = stays) -> None:
+            await unless_disconnected(stays, work())
+            held.clear()
+
+        task = asyncio.create_task(owner())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not held

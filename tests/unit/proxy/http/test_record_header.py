@@ -11,7 +11,7 @@ import pytest
 from tandem.proxy.http.routes.records import PATH, RECORD_HEADER, check_recorded, record_header, wants_record
 from tandem.proxy.records.record_store import RecordStore
 from tandem.runtime.errors import InvalidRequest
-from tests.support.proxy_cluster import Cluster, play
+from tests.support.proxy_cluster import Cluster, played
 
 STORE: Any = RecordStore.__new__(RecordStore)
 
@@ -30,23 +30,20 @@ def test_other_values_are_refused(value: str) -> None:
     assert refused.value.param == RECORD_HEADER and len(refused.value.message) < 200
 
 
-def test_what_cannot_be_recorded_is_refused_with_the_reason() -> None:
+@played()
+async def test_what_cannot_be_recorded_is_refused_with_the_reason(cluster: Cluster) -> None:
     with pytest.raises(InvalidRequest, match="no folder for records"):
         wants_record("1", "chat", None)
     with pytest.raises(InvalidRequest, match="an embedding has no tokens"):
         wants_record("1", "embedding", STORE)
-
-    async def test(cluster: Cluster) -> None:
-        for beams in (False, True):
-            body = json.dumps({"prompt": "abc", "use_beam_search": beams, "temperature": 0}).encode()
-            request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
-            if beams:
-                with pytest.raises(InvalidRequest, match="not supported with use_beam_search"):
-                    check_recorded(request)
-            else:
+    for beams in (False, True):
+        body = json.dumps({"prompt": "abc", "use_beam_search": beams, "temperature": 0}).encode()
+        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+        if beams:
+            with pytest.raises(InvalidRequest, match="not supported with use_beam_search"):
                 check_recorded(request)
-
-    play(test)
+        else:
+            check_recorded(request)
 
 
 @pytest.mark.parametrize("request_id", ["a", "a/b", "..", "%2F", "?x=1#y", "\"'<>", "~" * 128])

@@ -17,31 +17,29 @@ from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.sandbox_pool import SandboxPool
 from tandem.runtime.errors import Overloaded, ProtocolError
+from tests.support.async_tests import in_loop
 
 
-def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None:
+@in_loop
+async def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(reader_pool, "MAX_PENDING_JOBS", 3)
     monkeypatch.setattr(SandboxPool, "start", lambda self: None)  # no process takes a job
-
-    async def run() -> None:
-        pool = ReaderPool(cast(Any, None), ProxyConfig("proxy-0", "", "m", "m"), 2)
-        waiting = [asyncio.create_task(pool.run(BodyReader.detokenize, b"{}")) for _ in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await pool.run(BodyReader.detokenize, b"{}")
-        waiting[0].cancel()
-        await asyncio.wait(waiting[:1])
-        again = asyncio.create_task(pool.run(BodyReader.detokenize, b"{}"))
-        await asyncio.sleep(0)
-        assert not again.done(), "there is room again"
-        slots = pool._sandboxes._slots
-        assert slots._held.total() + len(slots._waiting[""].turns) == 3 == pool._pending.num_held, (
-            "a cancelled job does not stay"
-        )
-        for task in (*waiting, again):
-            task.cancel()
-
-    asyncio.run(run())
+    pool = ReaderPool(cast(Any, None), ProxyConfig("proxy-0", "", "m", "m"), 2)
+    waiting = [asyncio.create_task(pool.run(BodyReader.detokenize, b"{}")) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await pool.run(BodyReader.detokenize, b"{}")
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    again = asyncio.create_task(pool.run(BodyReader.detokenize, b"{}"))
+    await asyncio.sleep(0)
+    assert not again.done(), "there is room again"
+    slots = pool._sandboxes._slots
+    assert slots._held.total() + len(slots._waiting[""].turns) == 3 == pool._pending.total(), (
+        "a cancelled job does not stay"
+    )
+    for task in (*waiting, again):
+        task.cancel()
 
 
 def test_workers(monkeypatch: MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.proxy.http.bodies import MAX_UNORDERED_BYTES, RequestBodies
 from tandem.runtime.tasks import LoopTurns
-from tests.support.clocked_loop import run_in_no_time
-from tests.support.http_listener import LIMIT_S, bodies, play, respond, served
+from tests.support.async_tests import in_no_time
+from tests.support.http_listener import LIMIT_S, bodies, on_uvloop, play, respond, served
 from tests.unit.proxy.http.test_bodies import feed
 
 NUM_LARGE = 60
@@ -79,41 +79,36 @@ def test_of_a_storm_of_large_bodies_little_is_read_in_one_iteration_of_the_loop(
     assert 0 < most <= 8 * MAX_READ_BYTES
 
 
-def test_clients_that_trickle_delay_no_other() -> None:
-    async def test() -> None:
-        async with served(reader()) as server:
+@on_uvloop
+async def test_clients_that_trickle_delay_no_other() -> None:
+    async with served(reader()) as server:
 
-            async def trickle() -> None:
-                _, writer = await server.connect()
-                writer.write(POST + b"a" * 100_000)
-                try:
-                    while True:
-                        await asyncio.sleep(0.01)
-                        writer.write(b"a")
-                finally:
-                    writer.close()
+        async def trickle() -> None:
+            _, writer = await server.connect()
+            writer.write(POST + b"a" * 100_000)
+            try:
+                while True:
+                    await asyncio.sleep(0.01)
+                    writer.write(b"a")
+            finally:
+                writer.close()
 
-            trickling = [asyncio.create_task(trickle()) for _ in range(50)]
-            await asyncio.sleep(0.1)
-            async with asyncio.timeout(LIMIT_S / 4):
-                assert await post_all(server.port, 4) == {b"%d" % len(LARGE)}
-            for task in trickling:
-                task.cancel()
-            await asyncio.gather(*trickling, return_exceptions=True)
-
-    play(test)
+        trickling = [asyncio.create_task(trickle()) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(LIMIT_S / 4):
+            assert await post_all(server.port, 4) == {b"%d" % len(LARGE)}
+        for task in trickling:
+            task.cancel()
+        await asyncio.gather(*trickling, return_exceptions=True)
 
 
-def test_time_spent_waiting_for_a_turn_is_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_no_time
+async def test_time_spent_waiting_for_a_turn_is_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow_turn(_: LoopTurns) -> None:
         await asyncio.sleep(60.0)
 
     monkeypatch.setattr(LoopTurns, "next", slow_turn)
     slow = RequestBodies(1 << 20, 30.0)
     piece = b"a" * (MAX_UNORDERED_BYTES // 2)
-
-    async def run() -> None:
-        async with slow.receive(feed([piece] * 4), Headers({"content-length": str(len(piece) * 4)})) as body:
-            assert not isinstance(body, bytes) and body.num_bytes == len(piece) * 4
-
-    run_in_no_time(run())
+    async with slow.receive(feed([piece] * 4), Headers({"content-length": str(len(piece) * 4)})) as body:
+        assert not isinstance(body, bytes) and body.num_bytes == len(piece) * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,19 +14,35 @@ from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.parsed import Cut, ParsedPieces
 from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tests.unit.proxy.parsers import reported_calls
-from tests.unit.proxy.parsers.reported_calls import TOOLS, Case
-from tests.unit.proxy.parsers.reported_special_calls import SPECIAL_CASES
+from tests.unit.proxy.parsers.case_files import Case, read_cases
 from tests.unit.proxy.parsers.written_calls import WRITTEN
 
-CASES = [*reported_calls.CASES, *SPECIAL_CASES]
+
+def schema(**types: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "Bash": schema(command="string", timeout="integer"),
+    "Glob": schema(pattern="string"),
+    "Write": schema(path="string", content="string"),
+    "exec": schema(command="string"),
+    "get_weather": schema(city="string", unit="string"),
+    "get_user_info": schema(user_id="integer", special="string"),
+    "get_current_traffic": schema(location="string"),
+    "search": schema(query="string", tags="array", cursor=["string", "null"], safe="boolean"),
+    "list-dir": schema(path="string"),
+    "TodoWrite": schema(todos="array"),
+    "now": schema(),
+}
+CASES = read_cases("reported_calls")
 CUTS: tuple[Cut | None, ...] = (None, "length", "stop")
-IDS = [f"{number}-{case.family}" for number, case in enumerate(CASES)]
+IDS = [f"{number}-{case.words[0]}" for number, case in enumerate(CASES)]
 
 
-def parse(case: Case, cuts: list[str], cut: Cut | None = None) -> tuple[str, list[tuple[str, str]]]:
+def parse(name: str, cuts: list[str], cut: Cut | None = None) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content, and the calls as (name, arguments)."""
-    parser = OutputParser(None, ToolFormat(case.family).with_tools(TOOLS), is_open=False)
+    parser = OutputParser(None, ToolFormat(cast(ToolFamilyName, name)).with_tools(TOOLS), is_open=False)
     pieces = ParsedPieces()
     for number, piece in enumerate(cuts, start=1):
         pieces.add(parser.push(piece, is_end=number == len(cuts), cut=cut))
@@ -42,44 +58,25 @@ def cut_up(text: str, places: list[int]) -> list[str]:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_reported_texts_are_read_as_the_model_meant_them(case: Case) -> None:
     for cuts in ([case.text], list(case.text), [*case.text, ""]):
-        content, calls = parse(case, cuts)
-        assert [(name, json.loads(arguments)) for name, arguments in calls] == case.calls, case.report
-        assert content.strip() == case.content if case.calls else content == case.content, case.report
+        content, calls = parse(case.words[0], cuts)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == case.calls
+        assert content.strip() == case.content if case.calls else content == case.content
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
 def test_each_family_has_an_example_and_those_with_reports_have_three(name: ToolFamilyName) -> None:
     assert name in {family for family, _ in WRITTEN.values()}
-    assert len({case.report for case in CASES if case.family == name}) not in (1, 2)
+    assert len({case.words[1] for case in CASES if case.words[0] == name}) not in (1, 2)
 
 
 def pieces_of(name: ToolFamilyName) -> list[str]:
-    texts = [case.text for case in CASES if case.family == name]
+    texts = [case.text for case in CASES if case.words[0] == name]
     texts += [text for family, text in WRITTEN.values() if family == name]
     found = {
         text[start : start + length] for text in texts for length in (5, 11, 40) for start in range(0, len(text), 5)
     }
     family = TOOL_FAMILIES[name]
-    marks = [
-        "<|message|>",
-        "<|end|>",
-        "{",
-        "}",
-        '"',
-        "\\",
-        "\n",
-        " ",
-        "x",
-        ")",
-        "]",
-        "[",
-        "'",
-        '"""',
-        "=",
-        ",",
-        "true",
-        "1",
-    ]
+    marks = ["<|message|>", "<|end|>", '"""', "true", *"{}\"\\\n x)]['=,1"]
     return [*sorted(found), *family.markers, *family.slips, *marks]
 
 
@@ -88,10 +85,9 @@ def pieces_of(name: ToolFamilyName) -> list[str]:
 @settings(max_examples=20)
 def test_splitting_any_text_does_not_change_the_result(name: ToolFamilyName, data: Any, places: list[int]) -> None:
     text = data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=14).map("".join))
-    case = Case(name, "", text, [])
     for cut in CUTS:
-        whole = parse(case, [text], cut)
-        assert parse(case, cut_up(text, places), cut) == whole
-        assert parse(case, [*text, ""], cut) == whole
+        whole = parse(name, [text], cut)
+        assert parse(name, cut_up(text, places), cut) == whole
+        assert parse(name, [*text, ""], cut) == whole
         if not whole[1] and name not in ("openai", "gigachat3"):
             assert text.startswith(whole[0].rstrip()) if cut else whole[0] == text

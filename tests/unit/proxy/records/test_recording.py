@@ -24,7 +24,7 @@ from tandem.proxy.records.record_store import RecordStore
 from tandem.proxy.records.recording import Recording, described
 from tandem.proxy.text.prompt import Prompt
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play, turn, whole
+from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play, played, turn, whole
 from tests.unit.proxy.records.test_record import SAMPLING, recording, route, sampled
 
 OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
@@ -174,16 +174,14 @@ def test_tokens_after_a_stop_string_are_not_part_of_the_answer() -> None:
     assert store.records[0].sequences[0].finish_reason == "stop"
 
 
-def test_a_request_without_a_recording_asks_for_no_log_probabilities() -> None:
-    async def test(cluster: Cluster) -> None:
-        reader = asyncio.create_task(whole(recorded(cluster, None)))
-        await turn()
-        [(_, start)] = cluster.pool.of(StartPrefill)
-        assert start.sampling.logprobs is None
-        cluster.first(start.attempt_ids[0], 97, "length")
-        await reader
-
-    play(test)
+@played()
+async def test_a_request_without_a_recording_asks_for_no_log_probabilities(cluster: Cluster) -> None:
+    reader = asyncio.create_task(whole(recorded(cluster, None)))
+    await turn()
+    [(_, start)] = cluster.pool.of(StartPrefill)
+    assert start.sampling.logprobs is None
+    cluster.first(start.attempt_ids[0], 97, "length")
+    await reader
 
 
 def test_a_record_that_would_be_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
