@@ -272,7 +272,7 @@ async def test_what_an_answer_repeats_of_its_request_counts(cluster: Cluster, st
 
     def seen(self: HeldAnswer, num_bytes: int) -> None:
         grow(self, num_bytes)
-        held.append(budget.num_held_bytes)
+        held.append(budget.num_held)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldAnswer, "grow", seen)

@@ -61,9 +61,9 @@ async def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> N
 
     async with AsyncExitStack() as stack:
         await hold(stack, "a", 100_000)
-        assert budget.num_taken == 1
+        assert budget.num_held == 1
         await hold(stack, "a", 16_000)  # is no file
-        assert budget.num_taken == 1
+        assert budget.num_held == 1
         with pytest.raises(ClientShareExceeded, match="as many bytes"):
             await hold(stack, "a", 60_000)
         await hold(stack, "b", 60_000)
@@ -71,7 +71,7 @@ async def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> N
             await hold(stack, "c", 60_000)
         with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
             await hold(stack, "a", 20_000)
-    assert budget.num_taken == 0 and not bodies._bytes.num_bytes and not bodies._bytes._by_client
+    assert budget.num_held == 0 and not bodies._bytes.num_held and not bodies._bytes._by_client
 
 
 DISCONNECT = {"type": "http.disconnect"}

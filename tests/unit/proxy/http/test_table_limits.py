@@ -35,7 +35,7 @@ async def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -
     await asyncio.sleep(0)
     assert not again.done(), "there is room again"
     slots = pool._sandboxes._slots
-    assert slots._held.total() + len(slots._waiting[""].turns) == 3 == pool._pending.total(), (
+    assert slots._held.total() + len(slots._waiting[""].turns) == 3 == pool._pending.num_held, (
         "a cancelled job does not stay"
     )
     for task in (*waiting, again):
