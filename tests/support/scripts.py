@@ -1,6 +1,7 @@
 """Tests of state machines as text: events in, actions and state out, as in etcd/raft's `testdata`.
 
-A script is a list of steps, divided by blank lines. A step has one event, a line of dashes, and what the machine does:
+A script is a list of steps, divided by blank lines. A step has events, one a line, then a line of dashes, and what the
+machine does for them:
 
     reserve t pair
     ----
@@ -14,13 +15,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RULER = "----"
-SCRIPTS = {"unit/handover/scripts": "tests.unit.handover.test_scripts"}
+SCRIPTS = {
+    "unit/handover/pairs/scripts": "tests.unit.handover.pairs.test_scripts",
+    "unit/handover/scripts": "tests.unit.handover.test_scripts",
+    "unit/vllm_worker/scheduler/scripts": "tests.unit.vllm_worker.scheduler.test_scripts",
+    "unit/worker/scripts": "tests.unit.worker.test_scripts",
+}
 """Folders of scripts, and the modules whose `machine_of(file)` returns the function that plays an event."""
 
 Play = Callable[[str], list[str]]
@@ -29,8 +35,33 @@ Play = Callable[[str], list[str]]
 
 class Step(NamedTuple):
     comments: list[str]
-    event: str
+    events: list[str]
     expected: list[str]
+
+
+class Words:
+    """The words of an event: `now` of `allocate t now for=2` is a flag, `for` an option."""
+
+    def __init__(self, event: str) -> None:
+        words = event.split()
+        self.options = dict(word.split("=", 1) for word in words if "=" in word)
+        self.words = [word for word in words if "=" not in word]
+
+    def flag(self, name: str) -> bool:
+        """Removes the word, and returns whether it was there."""
+        if name not in self.words:
+            return False
+        self.words.remove(name)
+        return True
+
+
+def numbers(text: str) -> list[int]:
+    """Returns the numbers of "1,2"; none of "-"."""
+    return [] if text == "-" else [int(each) for each in text.split(",")]
+
+
+def listed(values: Iterable[object]) -> str:
+    return " ".join(map(str, values)) or "none"
 
 
 def parse(text: str) -> list[Step]:
@@ -41,11 +72,12 @@ def parse(text: str) -> list[Step]:
         comments = [line for line in lines if line.startswith("#")]
         rest = lines[len(comments) :]
         if not rest and comments:
-            steps.append(Step(comments, "", []))
+            steps.append(Step(comments, [], []))
             continue
-        if len(rest) < 2 or rest[1] != RULER:
+        if RULER not in rest[1:]:
             raise ValueError(f"a step without {RULER}: {block}")
-        steps.append(Step(comments, rest[0], rest[2:]))
+        ruler = rest.index(RULER)
+        steps.append(Step(comments, rest[:ruler], rest[ruler + 1 :]))
     return steps
 
 
@@ -53,7 +85,8 @@ def played(text: str, play: Play) -> str:
     """Returns the script with what the machine does now."""
     blocks = []
     for step in parse(text):
-        done = [step.event, RULER, *play(step.event)] if step.event else []
+        done = [line for event in step.events for line in play(event)]
+        done = [*step.events, RULER, *done] if step.events else []
         blocks.append("\n".join([*step.comments, *done]))
     return "\n\n".join(blocks) + "\n"
 
