@@ -37,43 +37,35 @@ def open_first(peer_writes: bool) -> IncomingPairTable:
     return table
 
 
-def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> None:
+async def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> None:
     """Its peer has been shown the worker that was at this address before, by a proxy that does not know the new one."""
     sent: list[object] = []
-
-    async def run() -> None:
-        table = open_first(peer_writes=False)
-        pairs = IncomingPairs(
-            "d", table, cast(Any, None), watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
-            lambda epoch: None,
-        )  # fmt: skip
-        pairs.on_open(msgspec.structs.replace(SECOND, decode_epoch="before"))
-        assert sent == [ClosePair("pair-1", "another process answers at its address")]
-        assert [pair.pair_id for pair in table.pairs()] == ["pair-0"]
-
-    asyncio.run(run())
+    table = open_first(peer_writes=False)
+    pairs = IncomingPairs(
+        "d", table, cast(Any, None), watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
+        lambda epoch: None,
+    )  # fmt: skip
+    pairs.on_open(msgspec.structs.replace(SECOND, decode_epoch="before"))
+    assert sent == [ClosePair("pair-1", "another process answers at its address")]
+    assert [pair.pair_id for pair in table.pairs()] == ["pair-0"]
 
 
 @pytest.mark.parametrize("connector", ["tcp", "gloo"])
-def test_a_pair_whose_receiver_cannot_listen_is_closed_and_leaves_nothing(connector: str) -> None:
+async def test_a_pair_whose_receiver_cannot_listen_is_closed_and_leaves_nothing(connector: str) -> None:
     """No process of this host can listen at the address that the worker was given."""
-
-    async def run() -> None:
-        sent: asyncio.Queue[object] = asyncio.Queue()
-        table = IncomingPairTable(LAYOUT, "here", "cpu", named(connector), False)
-        pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
-        pairs = IncomingPairs(
-            "d", table, WorkerPools(pool), watch_exit,
-            lambda pair_id, message: sent.put_nowait(message), lambda *loss: None, lambda epoch: None,
-        )  # fmt: skip
-        pairs.on_open(msgspec.structs.replace(FIRST, connectors=[connector]))
-        answer = await asyncio.wait_for(sent.get(), 30)
-        assert isinstance(answer, ClosePair) and "assign" in answer.reason
-        assert not list(table.pairs())
-        pairs.on_close("pair-0", "the peer closes it, too")
-        pairs.close()
-
-    asyncio.run(run())
+    sent: asyncio.Queue[object] = asyncio.Queue()
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named(connector), False)
+    pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
+    pairs = IncomingPairs(
+        "d", table, WorkerPools(pool), watch_exit,
+        lambda pair_id, message: sent.put_nowait(message), lambda *loss: None, lambda epoch: None,
+    )  # fmt: skip
+    pairs.on_open(msgspec.structs.replace(FIRST, connectors=[connector]))
+    answer = await asyncio.wait_for(sent.get(), 30)
+    assert isinstance(answer, ClosePair) and "assign" in answer.reason
+    assert not list(table.pairs())
+    pairs.on_close("pair-0", "the peer closes it, too")
+    pairs.close()
 
 
 class LatePools:
@@ -90,31 +82,27 @@ class LatePools:
         pass
 
 
-def test_a_pair_is_accepted_when_its_addresses_are_known() -> None:
+async def test_a_pair_is_accepted_when_its_addresses_are_known() -> None:
     """Until then its peer can write nowhere, so that its next pair replaces this one."""
     sent: list[object] = []
     lost: list[tuple[str, bool]] = []
-
-    async def run() -> None:
-        failures: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
-        table, pools = IncomingPairTable(LAYOUT, "there", "cpu", named("ipc"), False), LatePools()
-        pairs = IncomingPairs(
-            "d", table, cast(Any, pools), lambda pid, on_exit: lambda: None,
-            lambda pair_id, message: sent.append(message),
-            lambda pair_id, reason, peer_stopped: lost.append((pair_id, peer_stopped)), lambda epoch: None,
-        )  # fmt: skip
-        for offer in (FIRST, SECOND):
-            pairs.on_open(msgspec.structs.replace(offer, connectors=["ipc"]))
-        assert not sent and lost == [("pair-0", True)]
-        for post in pools.on_addresses.values():
-            post([[b"here"]])
-        await asyncio.sleep(0)
-        assert sent == [PairAccepted("pair-1", "ipc", [[b"here"]])] and not failures
-        pairs.fail("pair-1", "its path broke")
-        assert lost[1:] == [("pair-1", False)], "from then on its peer may write"
-
-    asyncio.run(run())
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    table, pools = IncomingPairTable(LAYOUT, "there", "cpu", named("ipc"), False), LatePools()
+    pairs = IncomingPairs(
+        "d", table, cast(Any, pools), lambda pid, on_exit: lambda: None,
+        lambda pair_id, message: sent.append(message),
+        lambda pair_id, reason, peer_stopped: lost.append((pair_id, peer_stopped)), lambda epoch: None,
+    )  # fmt: skip
+    for offer in (FIRST, SECOND):
+        pairs.on_open(msgspec.structs.replace(offer, connectors=["ipc"]))
+    assert not sent and lost == [("pair-0", True)]
+    for post in pools.on_addresses.values():
+        post([[b"here"]])
+    await asyncio.sleep(0)
+    assert sent == [PairAccepted("pair-1", "ipc", [[b"here"]])] and not failures
+    pairs.fail("pair-1", "its path broke")
+    assert lost[1:] == [("pair-1", False)], "from then on its peer may write"
 
 
 def test_what_is_remembered_of_processes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
