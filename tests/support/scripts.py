@@ -22,6 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RULER = "----"
 SCRIPTS = {
+    "unit/engine/tiers/scripts": "tests.unit.engine.tiers.test_prefix_tiers",
     "unit/handover/pairs/scripts": "tests.unit.handover.pairs.test_scripts",
     "unit/handover/scripts": "tests.unit.handover.test_scripts",
     "unit/vllm_worker/scheduler/scripts": "tests.unit.vllm_worker.scheduler.test_scripts",
