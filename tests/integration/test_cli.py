@@ -12,19 +12,26 @@ import httpx
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.launchers import Process, start_launcher
 from tests.support.ports import free_port
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(tandem(*arguments), capture_output=True, text=True, timeout=90)
+def run(*arguments: str) -> tuple[int, str]:
+    """Returns the exit status and the output. The process starts cold if the environment is not that of other tests."""
+    process: Process | None = start_launcher(arguments)
+    if process is None:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(tandem(*arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    output, _ = process.communicate(timeout=90)
+    return process.wait(), output
 
 
 def refused(*arguments: str) -> str:
     """Returns the one line of the error message."""
-    done = run("up", "--port", str(free_port()), *arguments)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("tandem: ") and "Traceback" not in done.stderr
+    status, output = run("up", "--port", str(free_port()), *arguments)
+    assert status == 2, output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("tandem: ") and "Traceback" not in output
     return last
 
 
@@ -50,9 +57,9 @@ def test_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run("up", "--port", str(port))
-    assert done.returncode == 2
-    assert str(port) in done.stderr and "--port" in done.stderr
+        status, output = run("up", "--port", str(port))
+    assert status == 2
+    assert str(port) in output and "--port" in output
 
 
 def test_unknown_config_key(tmp_path: Path) -> None:
@@ -73,10 +80,10 @@ def test_missing_config_file(tmp_path: Path) -> None:
 
 def test_questions_without_a_cluster() -> None:
     for command in ("status", "doctor"):
-        done = run(command, "--port", str(free_port()))
-        assert done.returncode == 2 and "no cluster runs" in done.stderr
-    done = run("doctor", "--seconds", "0")
-    assert done.returncode == 2 and "give 1 to 3600" in done.stderr
+        status, output = run(command, "--port", str(free_port()))
+        assert status == 2 and "no cluster runs" in output
+    status, output = run("doctor", "--seconds", "0")
+    assert status == 2 and "give 1 to 3600" in output
 
 
 @pytest.mark.extended
@@ -99,7 +106,7 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
             assert unread.stdout is not None and unread.stderr is not None
             unread.stdout.close()  # as `head` does
             assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
-        done = run("status", "--port", str(cluster.port))
-        assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout
-        done = run("doctor", "--port", str(cluster.port), "--seconds", "1")
-        assert done.returncode == 0 and "Nothing was served in the last 1 s; send" in " ".join(done.stdout.split())
+        status, output = run("status", "--port", str(cluster.port))
+        assert status == 0 and "decode-0" in output and "2 proxies" in output
+        status, output = run("doctor", "--port", str(cluster.port), "--seconds", "1")
+        assert status == 0 and "Nothing was served in the last 1 s; send" in " ".join(output.split())
