@@ -45,6 +45,8 @@ REPRESENTATIVE = (
     "integration/test_serving.py",
 )
 """Modules below tests/."""
+FLOAT32 = ("integration/test_parity.py", "integration/test_sampling.py")
+"""Those of REPRESENTATIVE that use the cluster in float32, which they share when one process runs them."""
 
 EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
@@ -101,8 +103,10 @@ def select(items: list[pytest.Item]) -> None:
 
 
 def group_of(node_id: str) -> str:
-    """Tests of one group run in one process, one after the other: a file, a simulation, or all that use Ray."""
+    """Tests of one group run in one process, one after the other: a file, a simulation, FLOAT32, or all that use Ray."""
     if stage_of(node_id) == "simulation":
         return node_id
     module = node_id.partition("::")[0]
+    if _module_of(node_id) in FLOAT32:
+        return FLOAT32[0]
     return RAY if module.rpartition("/")[2].startswith(RAY) else module

@@ -52,10 +52,14 @@ def run_tandem(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def refused_start(*arguments: str) -> str:
     """Returns what `tandem up` prints as it refuses to start: with exit code 2, and without a traceback."""
-    done = run_tandem("up", "--port", str(free_port()), *arguments)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.strip()
+    arguments = ("up", "--port", str(free_port()), *arguments)
+    started = start_launcher(arguments)
+    if started is None:
+        started = subprocess.Popen(tandem(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output, _ = started.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert started.wait() == 2, output
+    assert "Traceback" not in output
+    return output.strip()
 
 
 @contextmanager

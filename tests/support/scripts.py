@@ -22,9 +22,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RULER = "----"
 SCRIPTS = {
+    "unit/engine/tiers/scripts": "tests.unit.engine.tiers.test_prefix_tiers",
+    "unit/handover/pairs/scripts": "tests.unit.handover.pairs.test_scripts",
     "unit/handover/scripts": "tests.unit.handover.test_scripts",
     "unit/proxy/cluster/scripts": "tests.unit.proxy.cluster.test_scripts",
     "unit/proxy/dispatch/scripts": "tests.unit.proxy.dispatch.test_scripts",
+    "unit/vllm_worker/scheduler/scripts": "tests.unit.vllm_worker.scheduler.test_scripts",
+    "unit/worker/scripts": "tests.unit.worker.test_scripts",
 }
 """Folders of scripts, and the modules whose `machine_of(file)` returns the function that plays an event."""
 

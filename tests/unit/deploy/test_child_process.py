@@ -30,36 +30,30 @@ def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
     return ChildProcess("sleeper", program, LogFile(folder / "log"), lambda *_: False, pid_file)
 
 
-def test_a_failed_start_is_retried_and_leaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        pid_file = tmp_path / "there is no such folder yet" / "pid"
-        child = sleeper(tmp_path, pid_file)
-        running = asyncio.create_task(child.run())
-        await until(lambda: child.num_starts >= 2)
-        first = child.last_pid
-        pid_file.parent.mkdir()
-        await until(lambda: pid_file.exists() and pid_file.read_text() == str(child.pid))
-        assert not is_alive(first) and not running.done()
-        child.stop()
-        await asyncio.wait_for(running, 20)
-
-    asyncio.run(run())
+async def test_a_failed_start_is_retried_and_leaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pid_file = tmp_path / "there is no such folder yet" / "pid"
+    child = sleeper(tmp_path, pid_file)
+    running = asyncio.create_task(child.run())
+    await until(lambda: child.num_starts >= 2)
+    first = child.last_pid
+    pid_file.parent.mkdir()
+    await until(lambda: pid_file.exists() and pid_file.read_text() == str(child.pid))
+    assert not is_alive(first) and not running.done()
+    child.stop()
+    await asyncio.wait_for(running, 20)
     assert "cannot start sleeper, trying again" in caplog.text
 
 
-def test_a_process_stopped_during_its_start_ends(tmp_path: Path) -> None:
-    async def run() -> None:
-        child = sleeper(tmp_path, tmp_path / "pid")
-        running = asyncio.create_task(child.run())
-        for _ in range(3):  # just enough time to start
-            if not child.num_starts:
-                await asyncio.sleep(0)
-        assert child.num_starts == 1 and child.pid is None, "the process is starting"
-        child.stop()
-        await asyncio.wait_for(running, 20)
-        assert not is_alive(child.last_pid)
-
-    asyncio.run(run())
+async def test_a_process_stopped_during_its_start_ends(tmp_path: Path) -> None:
+    child = sleeper(tmp_path, tmp_path / "pid")
+    running = asyncio.create_task(child.run())
+    for _ in range(3):  # just enough time to start
+        if not child.num_starts:
+            await asyncio.sleep(0)
+    assert child.num_starts == 1 and child.pid is None, "the process is starting"
+    child.stop()
+    await asyncio.wait_for(running, 20)
+    assert not is_alive(child.last_pid)
 
 
 def test_a_missing_log_has_no_last_lines(tmp_path: Path) -> None:

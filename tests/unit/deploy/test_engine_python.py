@@ -137,24 +137,20 @@ def test_without_a_name_the_default_folder_is_used_when_it_is_complete(
     assert find_engine_python("").path == python
 
 
-def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
+async def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/other/packages")
     python = make_refusing(tmp_path / "python")
-
-    async def main() -> None:
-        site = make_site(tmp_path, engine="vllm", engine_python=str(python), threads_per_worker=3, kv_cache_gib=0.5)
-        exits: list[int] = []
-        child = site.make_worker("prefill", "prefill-0", lambda name, pid, code: bool(exits.append(code)))
-        await asyncio.wait_for(child.run(), 20)
-        assert exits == [EXIT_BAD_CONFIG]
-        assert child.last_error() == "vLLM cannot run this model: it has no layers"
-        site.renew_preloaded()
-        site.forget("prefill-0")
-        site.close()
-
-    asyncio.run(main())
+    site = make_site(tmp_path, engine="vllm", engine_python=str(python), threads_per_worker=3, kv_cache_gib=0.5)
+    exits: list[int] = []
+    child = site.make_worker("prefill", "prefill-0", lambda name, pid, code: bool(exits.append(code)))
+    await asyncio.wait_for(child.run(), 20)
+    assert exits == [EXIT_BAD_CONFIG]
+    assert child.last_error() == "vLLM cannot run this model: it has no layers"
+    site.renew_preloaded()
+    site.forget("prefill-0")
+    site.close()
     assert Path(f"{python}.preload").read_text() == "tandem.vllm_worker.preload"
     arguments, environment, content = json.loads(Path(f"{python}.start").read_text())
     assert arguments == ["-P", "-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
@@ -198,25 +194,21 @@ def test_workers_on_gpus_are_not_forked(tmp_path: Path) -> None:
     site.close()
 
 
-def test_on_a_node_of_ray_the_interpreter_is_found_there(tmp_path: Path) -> None:
+async def test_on_a_node_of_ray_the_interpreter_is_found_there(tmp_path: Path) -> None:
     python = make_refusing(tmp_path / "python")
-
-    async def main() -> None:
-        actor = ProcessActor("decode-0")
-        assert "0.31.0" in await actor.find_engine_python(str(make_refusing(tmp_path / "old", "0.31.0")))
-        assert await actor.find_engine_python(str(python)) == ""
-        await actor.start("tandem.vllm_worker", b"{}", {"OMP_NUM_THREADS": "1"}, [])
-        end = await actor.wait()
-        assert end.returncode == EXIT_BAD_CONFIG and "error: vLLM cannot run this model" in end.log
-        _, environment, content = json.loads(Path(f"{python}.start").read_text())
-        assert content == "{}"
-        packages = Path(environment["PYTHONPATH"])
-        assert Path(packages, "tandem/runtime").samefile(tandem.runtime.__path__[0])
-        await actor.close()
-        assert not packages.exists(), "the link is removed with the process"
-        assert Path(tandem.runtime.__path__[0]).exists()
-
-    asyncio.run(main())
+    actor = ProcessActor("decode-0")
+    assert "0.31.0" in await actor.find_engine_python(str(make_refusing(tmp_path / "old", "0.31.0")))
+    assert await actor.find_engine_python(str(python)) == ""
+    await actor.start("tandem.vllm_worker", b"{}", {"OMP_NUM_THREADS": "1"}, [])
+    end = await actor.wait()
+    assert end.returncode == EXIT_BAD_CONFIG and "error: vLLM cannot run this model" in end.log
+    _, environment, content = json.loads(Path(f"{python}.start").read_text())
+    assert content == "{}"
+    packages = Path(environment["PYTHONPATH"])
+    assert Path(packages, "tandem/runtime").samefile(tandem.runtime.__path__[0])
+    await actor.close()
+    assert not packages.exists(), "the link is removed with the process"
+    assert Path(tandem.runtime.__path__[0]).exists()
 
 
 def engine_of(on_gpus: bool = False, **settings: Any) -> VllmEngineConfig:

@@ -30,27 +30,23 @@ def test_a_full_log_is_rotated_while_it_is_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["decode-0.log"]
 
 
-def test_a_verbose_process_stays_within_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_verbose_process_stays_within_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.deploy.processes.log_file, "CHECK_INTERVAL_S", 0.001)
     log = LogFile(tmp_path / "log", 100_000)
     log.clear()
-
-    async def main() -> None:
-        with log.open() as output:
-            talking = "while True: print('x' * 99)"
-            talker = await asyncio.create_subprocess_exec(sys.executable, "-c", talking, stdout=output)
-        keeping = asyncio.create_task(log.limit_size())
-        try:
-            async with asyncio.timeout(60):
-                num_cuts, size = 0, 0
-                while num_cuts < 3:
-                    await asyncio.sleep(0)
-                    num_cuts += (now := log.file.stat().st_size) < size
-                    size = now
-        finally:
-            keeping.cancel()
-            talker.kill()
-            await talker.wait()
-
-    asyncio.run(main())
+    with log.open() as output:
+        talking = "while True: print('x' * 99)"
+        talker = await asyncio.create_subprocess_exec(sys.executable, "-c", talking, stdout=output)
+    keeping = asyncio.create_task(log.limit_size())
+    try:
+        async with asyncio.timeout(60):
+            num_cuts, size = 0, 0
+            while num_cuts < 3:
+                await asyncio.sleep(0)
+                num_cuts += (now := log.file.stat().st_size) < size
+                size = now
+    finally:
+        keeping.cancel()
+        talker.kill()
+        await talker.wait()
     assert set(log.file.read_text()) <= {"x", "\n"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import stat
@@ -238,7 +237,7 @@ def test_a_folder_of_130_characters_is_not_used(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("letter", ["x", "ü", "界", " "])
-def test_sockets_fit_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
+async def test_sockets_fit_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
     """Of the folder's path bytes count, not letters."""
     longest = MAX_FOLDER_BYTES - len(f"/tandem-{PORT}")
     fits, surplus = base_of(longest, letter), base_of(longest + 1, letter)
@@ -247,14 +246,10 @@ def test_sockets_fit_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch, letter
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits))
     folder = create_runtime_dir(PORT)
     assert folder.parent == fits and len(os.fsencode(folder / "media-cache.sock")) == MAX_SOCKET_PATH_BYTES
-
-    async def bind() -> None:
-        context = new_context()
-        context.router(f"ipc://{folder}/media-cache.sock", Codec(ToProxyControl), lambda *_: None)
-        assert (folder / "media-cache.sock").is_socket()
-        context.destroy(linger=0)
-
-    asyncio.run(bind())
+    context = new_context()
+    context.router(f"ipc://{folder}/media-cache.sock", Codec(ToProxyControl), lambda *_: None)
+    assert (folder / "media-cache.sock").is_socket()
+    context.destroy(linger=0)
     remove_runtime_dir(folder)
     fits.rmdir()
     surplus.rmdir()

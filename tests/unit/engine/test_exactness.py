@@ -177,7 +177,7 @@ def prompts() -> st.SearchStrategy[Drawn]:
     )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.extended)])
 def dtype(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

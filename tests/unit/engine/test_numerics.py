@@ -26,7 +26,16 @@ import torch
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
-from tandem.engine.numerics import CPU_KERNELS, CUDA_KERNELS, numerics_of, onednn_isa, probe, shown_variables
+from tandem.engine.numerics import (
+    CPU_KERNELS,
+    CUDA_KERNELS,
+    machine_numerics,
+    numerics_of,
+    onednn_isa,
+    probe,
+    shown_variables,
+)
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 
 ENGINE = Path(__file__).parents[3] / "engine"
@@ -139,30 +148,31 @@ def test_the_model_of_a_gpu_and_what_cublas_may_do_are_named(monkeypatch: pytest
 _SCRIPT = """
 import msgspec, torch
 from tandem.engine.numerics import machine_numerics
-print(msgspec.json.encode(machine_numerics(torch.device("cpu"), torch.{dtype})).decode())
+found = [machine_numerics(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32)]
+print(msgspec.json.encode(found).decode())
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_environment_that_limits_a_worker_is_seen(dtype: str) -> None:
-    """Each variable is read when torch or numba is imported, so each needs a process."""
+def test_the_environment_that_limits_a_worker_is_seen() -> None:
+    """Each variable is read when torch or numba is imported, so other values need other processes."""
 
-    def found(**variables: str) -> dict[str, str]:
+    def found(**variables: str) -> list[Numerics]:
+        """Returns the numerics in bfloat16 and in float32."""
         env = {name: value for name, value in os.environ.items() if name not in variables} | variables
-        done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT.format(dtype=dtype)], env=env, capture_output=True, text=True, check=True
-        )
-        values: dict[str, str] = msgspec.json.decode(done.stdout)
-        return values
+        done = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, capture_output=True, check=True)
+        return msgspec.json.decode(done.stdout, type=list[Numerics])
 
-    ours = found()
-    assert found(OMP_NUM_THREADS="2") == ours, "the number of threads is a field of its own"
+    ours = [machine_numerics(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    generic = found(OMP_NUM_THREADS="2", NUMBA_CPU_NAME="generic")
     older = found(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
-    assert older["environment"] == "MKL_ENABLE_INSTRUCTIONS=AVX2"
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        assert older["instruction_set"].startswith("AVX2 in torch, AVX2 in oneDNN, ")
-        assert older["probe"] != ours["probe"]
-    assert found(NUMBA_CPU_NAME="generic")["instruction_set"].endswith("generic in numba")
+    for our, its, old in zip(ours, generic, older, strict=True):
+        assert its.instruction_set.endswith("generic in numba")
+        same = msgspec.structs.replace(its, instruction_set=our.instruction_set)
+        assert same == our, "the number of threads is a field of its own"
+        assert old.environment == "MKL_ENABLE_INSTRUCTIONS=AVX2"
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            assert old.instruction_set.startswith("AVX2 in torch, AVX2 in oneDNN, ")
+            assert old.probe != our.probe
 
 
 def test_onednn_uses_the_best_that_the_cpu_has_and_the_environment_allows() -> None:

@@ -83,8 +83,18 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
     return EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
 
 
+STEPS = {
+    "single tokens": ([TOKENS], 1),
+    "beside a prompt": ([TOKENS], 1),
+    "a prompt's first chunk": ([], 1),
+    "two of a prompt": ([TOKENS], 1),
+    "a copied block": ([TOKENS], 2),
+}
+"""Kinds of steps, and the waits and uploads of each."""
+
+
 def steps(runner: ModelRunner, gpu: ValuelessGPU) -> dict[str, tuple[list[str], int]]:
-    """Returns the waits and uploads of a few kinds of steps."""
+    """Returns the waits and uploads of the kinds of STEPS."""
     every = [BatchItem([1], 9 + i, [i, i + 20, i + 40], [sample]) for i, sample in enumerate(SAMPLES)]
     prompt = BatchItem([1] * 9, 8, [60, 61, 62], [SAMPLES[0]])
     batches = {
@@ -112,13 +122,7 @@ def test_a_step_uploads_once_and_reads_once(
         runner = runner_on_fake_gpu(loaded, model, monkeypatch, has_graphs=has_graphs)
         found = steps(runner, gpu)
         assert (runner._graphs is not None) == has_graphs
-    assert found == {
-        "single tokens": ([TOKENS], 1),
-        "beside a prompt": ([TOKENS], 1),
-        "a prompt's first chunk": ([], 1),
-        "two of a prompt": ([TOKENS], 1),
-        "a copied block": ([TOKENS], 2),
-    }
+    assert found == STEPS
 
 
 @pytest.mark.parametrize("capability", [(8, 0), pytest.param((8, 9), marks=pytest.mark.extended), (12, 0)])
@@ -212,18 +216,14 @@ def test_no_memory_for_one_graph_leaves_the_others(
 def test_a_step_over_an_fp8_cache_waits_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_class, config_class, extra = MODELS["llama"]
     model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
-    found = []
-    for kv_cache_dtype in ("auto", "fp8"):
-        config = EngineConfig(
-            str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24,
-            kv_cache_dtype=kv_cache_dtype,
-        )  # fmt: skip
-        loaded = load_model(config)
-        with fake_gpu(monkeypatch) as gpu:
-            runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=True)
-            assert runner._pool.tensor.dtype == loaded.kv_dtype
-            found.append(steps(runner, gpu))
-    assert found[0] == found[1]
+    config = EngineConfig(
+        str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24, kv_cache_dtype="fp8"
+    )
+    loaded = load_model(config)
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=True)
+        assert runner._pool.tensor.dtype == loaded.kv_dtype == torch.float8_e4m3fn
+        assert steps(runner, gpu) == STEPS
 
 
 def test_the_check_finds_a_wait_an_upload_and_a_mix_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:

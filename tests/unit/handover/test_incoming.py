@@ -1,15 +1,21 @@
-"""One incoming transfer: which blocks may arrive, which have, and who may still write."""
+"""One incoming transfer: which blocks may arrive, which have, and who may still write. Limits of the table of all."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer
+from tandem.handover import incoming
+from tandem.handover.actions import SendToPeer
+from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer, IncomingTransfers
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.protocol.messages.transfer import ShipKV
+from tandem.protocol.messages.transfer import KVRefused, ReserveKV, ShipKV
+from tests.unit.handover.test_scripts import Holder
 
 CACHED, WRITTEN = [1, 2], [10, 11, 12, 13, 14]
 
@@ -60,3 +66,23 @@ def test_arrived_blocks_are_kept_up_to_the_first_gap(
     transfer.is_given_up = True
     assert transfer.keep(num_full_blocks - len(CACHED)) == kept
     assert kept + transfer.open_block_ids == WRITTEN
+
+
+def test_transfers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "MAX_HELD_SEQUENCES", 2)
+    transfers: IncomingTransfers[str, Any] = IncomingTransfers(Holder())
+    assert [transfers.on_reserve(0.0, ReserveKV("pair", name, 7)) for name in "ab"] == [[], []]
+    [refused] = transfers.on_reserve(0.0, ReserveKV("pair", "c", 7))
+    assert isinstance(refused, SendToPeer) and isinstance(refused.message, KVRefused)
+    assert refused.message.error.code == "overloaded" and "too many transfers" in refused.message.error.message
+    transfers.on_close_transfer("a")
+    assert transfers.on_reserve(0.0, ReserveKV("pair", "d", 7)) == []
+
+
+def test_remembered_transfers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "_NUM_REMEMBERED_TRANSFERS", 3)
+    transfers: IncomingTransfers[str, Any] = IncomingTransfers(Holder())
+    for number in range(10):
+        transfers.on_reserve(0.0, ReserveKV("pair", f"t{number}", 7))
+        transfers.on_close_transfer(f"t{number}")
+    assert list(transfers._closed) == ["t7", "t8", "t9"]

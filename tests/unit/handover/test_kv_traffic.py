@@ -79,92 +79,73 @@ class Traffic:
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_blocks_are_announced_once_and_counted_when_they_have_gone(one_sided: bool) -> None:
+async def test_blocks_are_announced_once_and_counted_when_they_have_gone(one_sided: bool) -> None:
     """A path on which both ends take part needs the announcement first. The other one needs it behind the blocks."""
-
-    async def run() -> None:
-        made = Traffic(one_sided=one_sided)
-        made.traffic.ship(Ship("pair", "t", 4, [1, 2, 3], [7, 8, 9]))
-        assert made.calls == ([] if one_sided else [("announced", 4)])
-        counted = [("counted", "pair", 300, 0.5), ("metrics", ("prefill-0", "decode-0", "ipc"), 300, 0.5)]
-        announced = [("announced", 4)] if one_sided else []
-        assert await made.end(None) == [*counted, *announced, ("shipped", "t", None)]
-        assert made.figures == (300, 0, 0)
-
-    asyncio.run(run())
+    made = Traffic(one_sided=one_sided)
+    made.traffic.ship(Ship("pair", "t", 4, [1, 2, 3], [7, 8, 9]))
+    assert made.calls == ([] if one_sided else [("announced", 4)])
+    counted = [("counted", "pair", 300, 0.5), ("metrics", ("prefill-0", "decode-0", "ipc"), 300, 0.5)]
+    announced = [("announced", 4)] if one_sided else []
+    assert await made.end(None) == [*counted, *announced, ("shipped", "t", None)]
+    assert made.figures == (300, 0, 0)
 
 
-def test_a_path_that_breaks_fails_the_pair_and_counts_nothing() -> None:
-    async def run() -> None:
-        made = Traffic(one_sided=True)
-        made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
-        assert await made.end(BROKEN) == [("shipped", "t", BROKEN), ("pair fails", "pair", "the path broke")]
-        made.traffic.receive(Receive("pair", "t", [7]))
-        assert await made.end(BROKEN) == [("received", "t", BROKEN), ("pair fails", "pair", "the path broke")]
-        assert made.figures == (0, 0, 0)
-
-    asyncio.run(run())
+async def test_a_path_that_breaks_fails_the_pair_and_counts_nothing() -> None:
+    made = Traffic(one_sided=True)
+    made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
+    assert await made.end(BROKEN) == [("shipped", "t", BROKEN), ("pair fails", "pair", "the path broke")]
+    made.traffic.receive(Receive("pair", "t", [7]))
+    assert await made.end(BROKEN) == [("received", "t", BROKEN), ("pair fails", "pair", "the path broke")]
+    assert made.figures == (0, 0, 0)
 
 
 @pytest.mark.parametrize("result", [[5], BROKEN])
-def test_a_shipment_without_a_path_or_checksums_is_reported_later(result: Any) -> None:
-    async def run() -> None:
-        made = Traffic(checksums=True, is_open=result is BROKEN)
-        made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
-        [shipped, _] = await made.end(result)
-        assert shipped[:2] == ("shipped", "t") and str(shipped[2]) in ("the pair is closed", "the path broke")
-
-    asyncio.run(run())
+async def test_a_shipment_without_a_path_or_checksums_is_reported_later(result: Any) -> None:
+    made = Traffic(checksums=True, is_open=result is BROKEN)
+    made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
+    [shipped, _] = await made.end(result)
+    assert shipped[:2] == ("shipped", "t") and str(shipped[2]) in ("the pair is closed", "the path broke")
 
 
 @pytest.mark.parametrize("corrupt", [[], [7], [9], [7, 8, 9]])
-def test_blocks_that_differ_fail_their_transfer_and_no_pair(corrupt: list[int]) -> None:
-    async def run() -> None:
-        made = Traffic()
-        made.traffic.receive(Receive("pair", "t", [7, 8, 9], [70, 80, 90]))
-        assert await made.end(None) == [], "they are compared first"
-        [call] = await made.end([0 if block_id in corrupt else 10 * block_id for block_id in (7, 8, 9)])
-        if corrupt:
-            assert call[:2] == ("corrupt", "t")
-            assert f"{len(corrupt)} of 3 KV blocks received through pair pair differ" in call[2]
-            assert call[2].endswith(f"the first in block {corrupt[0]}")
-        else:
-            assert call == ("received", "t", None)
-        assert made.figures == (300, 3, len(corrupt))
-
-    asyncio.run(run())
+async def test_blocks_that_differ_fail_their_transfer_and_no_pair(corrupt: list[int]) -> None:
+    made = Traffic()
+    made.traffic.receive(Receive("pair", "t", [7, 8, 9], [70, 80, 90]))
+    assert await made.end(None) == [], "they are compared first"
+    [call] = await made.end([0 if block_id in corrupt else 10 * block_id for block_id in (7, 8, 9)])
+    if corrupt:
+        assert call[:2] == ("corrupt", "t")
+        assert f"{len(corrupt)} of 3 KV blocks received through pair pair differ" in call[2]
+        assert call[2].endswith(f"the first in block {corrupt[0]}")
+    else:
+        assert call == ("received", "t", None)
+    assert made.figures == (300, 3, len(corrupt))
 
 
-def test_blocks_that_cannot_be_compared_are_not_used() -> None:
-    async def run() -> None:
-        made = Traffic()
-        made.traffic.receive(Receive("pair", "t", [7], [70]))
-        await made.end(None)
-        assert await made.end(BROKEN) == [("corrupt", "t", "the path broke")]
-        assert made.figures == (100, 0, 0)
-
-    asyncio.run(run())
+async def test_blocks_that_cannot_be_compared_are_not_used() -> None:
+    made = Traffic()
+    made.traffic.receive(Receive("pair", "t", [7], [70]))
+    await made.end(None)
+    assert await made.end(BROKEN) == [("corrupt", "t", "the path broke")]
+    assert made.figures == (100, 0, 0)
 
 
 @pytest.mark.parametrize("direction", ["ship", "receive"])
-def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(direction: str) -> None:
+async def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(direction: str) -> None:
     def mistake(*arguments: Any) -> None:
         raise AssertionError("each shipment ends once")
 
-    async def run() -> None:
-        raised: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
-        traffic = Traffic()
-        machines: Any = traffic.traffic
-        if direction == "ship":
-            machines._sending.on_shipped = mistake
-            traffic.traffic.ship(Ship("pair", "t", 0, [1], [2]))
-        else:
-            machines._receiving.on_received = mistake
-            traffic.traffic.receive(Receive("pair", "t", [1]))
-        calls = await traffic.end(None)
-        [error] = raised
-        assert isinstance(error, AssertionError), "it is logged"
-        assert [call[:2] for call in calls if call[0] == "pair fails"] == [("pair fails", "pair")]
-
-    asyncio.run(run())
+    raised: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    made = Traffic()
+    machines: Any = made.traffic
+    if direction == "ship":
+        machines._sending.on_shipped = mistake
+        made.traffic.ship(Ship("pair", "t", 0, [1], [2]))
+    else:
+        machines._receiving.on_received = mistake
+        made.traffic.receive(Receive("pair", "t", [1]))
+    calls = await made.end(None)
+    [error] = raised
+    assert isinstance(error, AssertionError), "it is logged"
+    assert [call[:2] for call in calls if call[0] == "pair fails"] == [("pair fails", "pair")]

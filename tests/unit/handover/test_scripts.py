@@ -13,7 +13,6 @@ Events have the name of a transfer first. `t=5` is the time. Blocks of several g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, Overloaded, TandemError
-from tests.support.scripts import Play, check
+from tests.support.scripts import Play, Words, check, listed, numbers
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LEASE_S = 10.0
@@ -80,47 +79,28 @@ def shown(action: Any) -> str:
         case SendToProxy(_, DecodeReserved(attempt_id)):
             return f"proxy: reserved {attempt_id}"
         case SendToPeer(pair_id, KVReserved(name, groups)):
-            each = [f"{group.num_cached_blocks} cached, {_listed(group.block_ids)}" for group in groups]
+            each = [f"{group.num_cached_blocks} cached, {listed(group.block_ids)}" for group in groups]
             return f"{pair_id}: KVReserved {name}: {'; '.join(each)}"
         case SendToPeer(pair_id, KVRefused(name, error)):
             return f"{pair_id}: KVRefused {name}: {error.code}: {error.message}"
         case SendToPeer(pair_id, ReserveKV() as message):
             return f"{pair_id}: ReserveKV {message.transfer_id} for {message.num_prompt_tokens} tokens"
         case SendToPeer(pair_id, FinishTransfer() as message):
-            return f"{pair_id}: FinishTransfer {message.transfer_id}: {_listed(message.first_token_ids)}"
+            return f"{pair_id}: FinishTransfer {message.transfer_id}: {listed(message.first_token_ids)}"
         case SendToPeer(pair_id, CloseTransfer(name)):
             return f"{pair_id}: CloseTransfer {name}"
         case Ship():
             group = f" of group {action.group}" if action.group else ""
-            blocks = f"{_listed(action.src_block_ids)} to {_listed(action.dst_block_ids)}"
+            blocks = f"{listed(action.src_block_ids)} to {listed(action.dst_block_ids)}"
             return f"{action.pair_id}: ship {action.transfer_id} from {action.first_block}{group}: {blocks}"
         case Receive():
-            return f"{action.pair_id}: receive {action.transfer_id}: {_listed(action.block_ids)}"
+            return f"{action.pair_id}: receive {action.transfer_id}: {listed(action.block_ids)}"
     raise AssertionError(action)
-
-
-def _listed(values: Sequence[object]) -> str:
-    return " ".join(map(str, values)) or "none"
-
-
-class Words:
-    """The words of an event, without its options."""
-
-    def __init__(self, event: str) -> None:
-        words = event.split()
-        self.options = dict(word.split("=") for word in words if "=" in word)
-        self.words = [word for word in words if "=" not in word]
-
-    def flag(self, name: str) -> bool:
-        if name not in self.words:
-            return False
-        self.words.remove(name)
-        return True
 
 
 def incoming() -> Play:
     transfers: IncomingTransfers[str, Any] = IncomingTransfers(Holder())
-    numbers: dict[str, int] = {}
+    ship_numbers: dict[str, int] = {}
 
     def prepare(words: Words) -> list[Any]:
         media = (MediaItem(b"m", "image", ((0, 1),), "", ()),) if words.flag("media") else ()
@@ -138,14 +118,14 @@ def incoming() -> Play:
         transfer = transfers.get(name)
         assert transfer is not None and transfer.request is not None
         groups = [
-            ArrivingBlocks(_numbers(one), _numbers(two))
+            ArrivingBlocks(numbers(one), numbers(two))
             for one, two in zip(cached.split("/"), written.split("/"), strict=True)
         ]
         return transfers.on_allocated(transfer, groups, transfer.request.attempt_ids)
 
     def ship(words: Words) -> list[Any]:
         name, pair_id, first, count = words.words
-        number = numbers[pair_id] = numbers.get(pair_id, -1) + 1
+        number = ship_numbers[pair_id] = ship_numbers.get(pair_id, -1) + 1
         group = int(words.options.get("group", 0))
         return transfers.on_ship(ShipKV(pair_id, number, name, int(first), int(count), group=group))
 
@@ -191,13 +171,13 @@ def incoming() -> Play:
                 case "keep":
                     transfer = transfers.get(names[0])
                     assert transfer is not None
-                    return [f"kept {_listed(transfer.keep(int(names[1])))}, open {_listed(transfer.open_block_ids)}"]
+                    return [f"kept {listed(transfer.keep(int(names[1])))}, open {listed(transfer.open_block_ids)}"]
                 case "pair":
                     actions = transfers.on_pair_lost(names[1], "it broke", words.flag("stopped"))
                 case "prefill":
                     actions = transfers.on_prefill_lost(names[1])
                 case "wanted":
-                    return [_listed(transfers.wanted_ids(names[0]))]
+                    return [listed(transfers.wanted_ids(names[0]))]
                 case "tick":
                     actions = transfers.on_tick(now)
                 case "state":
@@ -238,7 +218,7 @@ def outgoing() -> Play:
         found = transfers.unanswered(now), transfers.without_tokens(now)
         stuck = [each.transfer_id if each is not None else "none" for each in found]
         full = sorted(transfers.full_pairs())
-        return [*lines, f"full: {_listed(full)}, unanswered: {stuck[0]}, without tokens: {stuck[1]}"]
+        return [*lines, f"full: {listed(full)}, unanswered: {stuck[0]}, without tokens: {stuck[1]}"]
 
     def play(event: str) -> list[str]:
         words = Words(event)
@@ -250,7 +230,7 @@ def outgoing() -> Play:
             case "begun":
                 actions = transfers.on_begun(now, get(names[0]))
             case "computed":
-                groups = [_numbers(each) for each in names[1].split("/")]
+                groups = [numbers(each) for each in names[1].split("/")]
                 actions = transfers.on_computed(now, get(names[0]), groups, int(words.options.get("offset", 0)))
             case "token":
                 is_last = words.flag("last")
@@ -259,7 +239,7 @@ def outgoing() -> Play:
                 actions = transfers.on_attempt_ended(get(names[0]), names[1])
             case "reserved":
                 blocks = [
-                    ReservedBlocks(int(one), _numbers(two))
+                    ReservedBlocks(int(one), numbers(two))
                     for one, two in zip(names[1].split("/"), names[2].split("/"), strict=True)
                 ]
                 actions = transfers.on_reserved(KVReserved(names[0], blocks))
@@ -284,11 +264,6 @@ def outgoing() -> Play:
         return [shown(action) for action in actions]
 
     return play
-
-
-def _numbers(text: str) -> list[int]:
-    """Returns the numbers of "1,2"; none of "-"."""
-    return [] if text == "-" else [int(each) for each in text.split(",")]
 
 
 MACHINES = {"incoming": incoming, "outgoing": outgoing}

@@ -303,7 +303,7 @@ def test_a_torch_without_nccl_can_import_and_use_gloo() -> None:
 
 
 def test_a_pair_opens_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peers are refused when they map its pool, then use NCCL (`tests/unit/handover/test_outgoing_pairs.py`)."""
+    """Its peers are refused when they map its pool, then use NCCL (`tests/unit/handover/pairs`)."""
 
     def refuse(blocks: Any) -> None:
         raise RuntimeError("CUDA error: operation not supported\nmore")

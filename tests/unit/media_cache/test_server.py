@@ -73,27 +73,24 @@ async def put(client: MediaCacheClient, lease_id: str, keys: list[MediaKey], dat
     return granted
 
 
-def test_leased_items_outlive_the_cache_process(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with cache(tmp_path) as client:
-            [granted] = await put(client, "written", KEYS[:1], b"pixels")
-            before = num_memfds()
-            lease = MediaLease(client, "held")
-            tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
-            item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
-            held, again = lease.hold([item, item])
-            assert num_memfds() == before + 1  # one descriptor for an image that is used twice
-        assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
-        with pytest.raises(WorkerLost, match="has exited"):
-            open_tensors(item)
-        with pytest.raises(WorkerLost, match="cannot be opened"):
-            MediaLease(client, "late").hold([item])
-        lease.release()
-        assert again == held
-        with pytest.raises(WorkerLost):
-            open_tensors(held)
-
-    asyncio.run(run())
+async def test_leased_items_outlive_the_cache_process(tmp_path: Path) -> None:
+    async with cache(tmp_path) as client:
+        [granted] = await put(client, "written", KEYS[:1], b"pixels")
+        before = num_memfds()
+        lease = MediaLease(client, "held")
+        tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
+        item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
+        held, again = lease.hold([item, item])
+        assert num_memfds() == before + 1  # one descriptor for an image that is used twice
+    assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
+    with pytest.raises(WorkerLost, match="has exited"):
+        open_tensors(item)
+    with pytest.raises(WorkerLost, match="cannot be opened"):
+        MediaLease(client, "late").hold([item])
+    lease.release()
+    assert again == held
+    with pytest.raises(WorkerLost):
+        open_tensors(held)
 
 
 def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
@@ -122,35 +119,32 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
     with_cache(tmp_path, test)
 
 
-def test_calls_fail_when_the_cache_exits_and_later_ones_reach_its_successor(tmp_path: Path) -> None:
+async def test_calls_fail_when_the_cache_exits_and_later_ones_reach_its_successor(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/cache.sock"
     (tmp_path / "cache.json").write_bytes(msgspec.json.encode(MediaCacheConfig(endpoint, 1 << 20)))
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "tandem.media_cache", str(tmp_path / "cache.json")])
 
-    async def run() -> None:
-        context = new_context()
-        client = MediaCacheClient(context, endpoint)
+    context = new_context()
+    client = MediaCacheClient(context, endpoint)
+    process = start()
+    try:
+        await client.status()
+        process.send_signal(signal.SIGSTOP)
+        call = asyncio.create_task(client.status())
+        await asyncio.sleep(0)  # it is in flight
+        process.kill()
+        with pytest.raises(WorkerLost, match="exited before it answered"):
+            await call
+        process.wait()
         process = start()
-        try:
-            await client.status()
-            process.send_signal(signal.SIGSTOP)
-            call = asyncio.create_task(client.status())
-            await asyncio.sleep(0)  # it is in flight
-            process.kill()
-            with pytest.raises(WorkerLost, match="exited before it answered"):
-                await call
-            process.wait()
-            process = start()
-            assert (await client.status()).num_leases == 0
-        finally:
-            client.close()
-            context.destroy(linger=0)
-            process.kill()
-            process.wait()
-
-    asyncio.run(run())
+        assert (await client.status()).num_leases == 0
+    finally:
+        client.close()
+        context.destroy(linger=0)
+        process.kill()
+        process.wait()
 
 
 def test_bytes_are_written_once_and_read_by_all(tmp_path: Path) -> None:

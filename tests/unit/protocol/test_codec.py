@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
-from tandem.protocol.messages.dispatch import NewToken, StartPrefill, TokenBatch, ToProxy, ToWorker
+from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, StartPrefill, TokenBatch, ToProxy, ToWorker
 from tandem.protocol.messages.membership import FromProxyControl, ToProxyControl
 from tandem.protocol.messages.packed import pack_token_ids, unpack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
@@ -84,3 +84,11 @@ def test_errors_keep_their_kind() -> None:
     error = ErrorInfo.of(WorkerLost("gone")).to_error()
     assert isinstance(error, WorkerLost) and error.message == "gone"
     assert isinstance(ErrorInfo("from_the_future", "x").to_error(), InternalError)
+
+
+def test_an_empty_list_of_began_sequences_is_not_encoded() -> None:
+    codec: Codec[ToProxy] = Codec(ToProxy)
+    tokens = [NewToken("r0", SampledToken(9))]
+    assert b"began" not in codec.encode(TokenBatch(tokens))
+    began = TokenBatch(tokens, [DecodeBegan("r0", 0.5, 0.25)])
+    assert codec.decode(codec.encode(began)) == began

@@ -145,62 +145,51 @@ def test_peers_without_curve_are_refused_and_counted(keys: Path, client: str) ->
     assert "bad_handshake" in asked
 
 
-def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Path) -> None:
+async def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Path) -> None:
     """An impostor at a proxy's address gets no message from the worker."""
     make_keys(tmp_path / "other")
-
-    async def dial_impostor() -> None:
-        impostor, context = (
-            Server(NetworkConfig(str(tmp_path / "other"))),
-            new_context("worker", NetworkConfig(str(keys))),
-        )
-        answers: list[FromProxyControl] = []
-        dealer = dial(context, impostor.router.endpoint, answers, "proxy")
-        await until(lambda: bool(impostor.refused))
-        assert not answers
-        dealer.close()
-        context.destroy(linger=0)
-        impostor.close()
-
-    asyncio.run(dial_impostor())
+    impostor, context = (
+        Server(NetworkConfig(str(tmp_path / "other"))),
+        new_context("worker", NetworkConfig(str(keys))),
+    )
+    answers: list[FromProxyControl] = []
+    dealer = dial(context, impostor.router.endpoint, answers, "proxy")
+    await until(lambda: bool(impostor.refused))
+    assert not answers
+    dealer.close()
+    context.destroy(linger=0)
+    impostor.close()
 
 
-def test_plain_tcp_requires_insecure_network(caplog: pytest.LogCaptureFixture) -> None:
-    async def plain() -> None:
-        context = new_context("proxy")
-        for make in (
-            lambda: RouterSocket(context, "tcp://127.0.0.1:*", Codec(ToProxyControl), lambda _, __: None),
-            lambda: DealerSocket(context, "tcp://127.0.0.1:1", Codec(FromProxyControl), lambda _: None),
-        ):
-            with pytest.raises(ConfigError, match=r"tandem keys(.|\n)*--insecure-network"):
-                make()
-        context.destroy(linger=0)
-        with caplog.at_level(logging.WARNING):
-            assert (await exchange(NetworkConfig(insecure=True), "worker", NetworkConfig(insecure=True))) == []
-
-    asyncio.run(plain())
+async def test_plain_tcp_requires_insecure_network(caplog: pytest.LogCaptureFixture) -> None:
+    context = new_context("proxy")
+    for make in (
+        lambda: RouterSocket(context, "tcp://127.0.0.1:*", Codec(ToProxyControl), lambda _, __: None),
+        lambda: DealerSocket(context, "tcp://127.0.0.1:1", Codec(FromProxyControl), lambda _: None),
+    ):
+        with pytest.raises(ConfigError, match=r"tandem keys(.|\n)*--insecure-network"):
+            make()
+    context.destroy(linger=0)
+    with caplog.at_level(logging.WARNING):
+        assert (await exchange(NetworkConfig(insecure=True), "worker", NetworkConfig(insecure=True))) == []
     assert "neither encrypted nor authenticated" in caplog.text
 
 
-def test_an_invalid_handshake_does_not_stop_the_authenticator(keys: Path) -> None:
+async def test_an_invalid_handshake_does_not_stop_the_authenticator(keys: Path) -> None:
     """Members can still connect after an invalid handshake."""
-
-    async def run() -> None:
-        with_keys = NetworkConfig(str(keys))
-        server = Server(with_keys)
-        host, port = server.router.endpoint.removeprefix("tcp://").split(":")
-        for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(9) + b"\x7f\x03", bytes(100), b"\xff" * 64):
-            with socket.create_connection((host, int(port))) as connection:
-                connection.sendall(rubbish)
-        context = new_context("operator", with_keys)
-        answers: list[FromProxyControl] = []
-        dealer = dial(context, server.router.endpoint, answers, "proxy")
-        await until(lambda: bool(answers))
-        dealer.close()
-        context.destroy(linger=0)
-        server.close()
-
-    asyncio.run(run())
+    with_keys = NetworkConfig(str(keys))
+    server = Server(with_keys)
+    host, port = server.router.endpoint.removeprefix("tcp://").split(":")
+    for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(9) + b"\x7f\x03", bytes(100), b"\xff" * 64):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(rubbish)
+    context = new_context("operator", with_keys)
+    answers: list[FromProxyControl] = []
+    dealer = dial(context, server.router.endpoint, answers, "proxy")
+    await until(lambda: bool(answers))
+    dealer.close()
+    context.destroy(linger=0)
+    server.close()
 
 
 _CURVE, _NULL = (
@@ -214,27 +203,26 @@ _CURVE, _NULL = (
     [b"", b"GET / HTTP/1.1\r\n\r\n", _CURVE[:20], _CURVE, _NULL],
     ids=["nothing", "HTTP", "half", "CURVE", "NULL"],
 )
-def test_strangers_keep_no_descriptors(says: bytes, leaves: bool, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strangers_keep_no_descriptors(
+    says: bytes, leaves: bool, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network, "_HANDSHAKE_TIMEOUT_MS", 300)
 
     def num_descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    async def run() -> None:
-        server = Server(NetworkConfig(str(keys)))
-        host, port = server.router.endpoint.removeprefix("tcp://").split(":")
-        before, strangers = num_descriptors(), list[socket.socket]()
-        for _ in range(100):
-            strangers.append(socket.create_connection((host, int(port))))
-            strangers[-1].sendall(says)
-            if leaves:
-                strangers.pop().close()
-        await until(lambda: num_descriptors() <= before + len(strangers), 30)
-        for stranger in strangers:
-            stranger.close()
-        server.close()
-
-    asyncio.run(run())
+    server = Server(NetworkConfig(str(keys)))
+    host, port = server.router.endpoint.removeprefix("tcp://").split(":")
+    before, strangers = num_descriptors(), list[socket.socket]()
+    for _ in range(100):
+        strangers.append(socket.create_connection((host, int(port))))
+        strangers[-1].sendall(says)
+        if leaves:
+            strangers.pop().close()
+    await until(lambda: num_descriptors() <= before + len(strangers), 30)
+    for stranger in strangers:
+        stranger.close()
+    server.close()
 
 
 class Forgetful:
@@ -279,28 +267,24 @@ class Forgetful:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
-def test_a_connection_dropped_while_idle_is_reopened(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_dropped_while_idle_is_reopened(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats detect it, and the next message passes."""
     monkeypatch.setattr(network, "_HEARTBEAT_INTERVAL_MS", 50)
     monkeypatch.setattr(network, "_HEARTBEAT_TIMEOUT_MS", 200)
-
-    async def run() -> None:
-        protection = NetworkConfig(str(keys))
-        server, context = Server(protection), new_context("operator", protection)
-        relay = Forgetful(int(server.router.endpoint.rsplit(":", 1)[1]))
-        answers: list[FromProxyControl] = []
-        dealer = dial(context, f"tcp://127.0.0.1:{await relay.start()}", answers, "proxy")
-        await until(lambda: len(answers) == 1)
-        relay.forget()
-        await until(lambda: relay.num_connections >= 2)
-        dealer.send(GetStatus())
-        await until(lambda: len(answers) == 2)
-        dealer.close()
-        context.destroy(linger=0)
-        server.close()
-        await relay.close()
-
-    asyncio.run(run())
+    protection = NetworkConfig(str(keys))
+    server, context = Server(protection), new_context("operator", protection)
+    relay = Forgetful(int(server.router.endpoint.rsplit(":", 1)[1]))
+    answers: list[FromProxyControl] = []
+    dealer = dial(context, f"tcp://127.0.0.1:{await relay.start()}", answers, "proxy")
+    await until(lambda: len(answers) == 1)
+    relay.forget()
+    await until(lambda: relay.num_connections >= 2)
+    dealer.send(GetStatus())
+    await until(lambda: len(answers) == 2)
+    dealer.close()
+    context.destroy(linger=0)
+    server.close()
+    await relay.close()
 
 
 def test_all_refusals_are_counted_and_few_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,22 +13,19 @@ async def fails() -> None:
     raise OSError("no disk")
 
 
-def test_a_job_that_fails_is_logged_and_acted_upon(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        failed = asyncio.Event()
-        start_job(fails(), "the job", failed.set)
-        async with asyncio.timeout(5):
-            await failed.wait()
-        done = asyncio.Event()
+async def test_a_job_that_fails_is_logged_and_acted_upon(caplog: pytest.LogCaptureFixture) -> None:
+    failed = asyncio.Event()
+    start_job(fails(), "the job", failed.set)
+    async with asyncio.timeout(5):
+        await failed.wait()
+    done = asyncio.Event()
 
-        async def works() -> None:
-            done.set()
+    async def works() -> None:
+        done.set()
 
-        task = start_job(works(), "another", failed.clear)
-        await task
-        assert failed.is_set(), "a job that works has no failure"
-
-    asyncio.run(main())
+    task = start_job(works(), "another", failed.clear)
+    await task
+    assert failed.is_set(), "a job that works has no failure"
     assert "the job failed" in caplog.text and "no disk" in caplog.text and "another" not in caplog.text
 
 

@@ -30,31 +30,29 @@ from tests.support.clocked_loop import ClockedLoop, run_in_no_time
 INFO = WorkerInfo("decode-0", "e", "decode", "tcp://127.0.0.1:1", 1)
 
 
-def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tandem.worker.presence, "HEARTBEAT_INTERVAL_S", 0.01)
     file = tmp_path / "proxies"
-
-    async def run() -> None:
-        context = new_context()
-        registration = ProxyLinks(
-            context,
-            RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64),
-            MagicMock(status=lambda: WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())),
-            [],
-            str(file),
-        )
-        await asyncio.sleep(0.05)
-        registration.raise_if_failed()
-        file.write_text("tcp://127.0.0.1:1\n")
-        with pytest.raises(ConfigError, match="is not protected"):
-            async with asyncio.timeout(30):
-                while True:
-                    await asyncio.sleep(0.01)
-                    registration.raise_if_failed()
-        registration.close()
-        context.destroy(linger=0)
-
-    asyncio.run(run())
+    context = new_context()
+    registration = ProxyLinks(
+        context,
+        RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64),
+        MagicMock(status=lambda: WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())),
+        [],
+        str(file),
+    )
+    await asyncio.sleep(0.05)
+    registration.raise_if_failed()
+    file.write_text("tcp://127.0.0.1:1\n")
+    with pytest.raises(ConfigError, match="is not protected"):
+        async with asyncio.timeout(30):
+            while True:
+                await asyncio.sleep(0.01)
+                registration.raise_if_failed()
+    registration.close()
+    context.destroy(linger=0)
 
 
 class FakeSocket:

@@ -35,36 +35,26 @@ def traffic_of(tiers: Tiers) -> TierTraffic:
 
 
 @pytest.mark.parametrize("error", [None, "cannot pin 64 GiB"])
-def test_opening_waits_for_host_memory_and_for_no_other_tier(error: str | None) -> None:
-    async def run() -> None:
-        tiers = Tiers("host", "disk", "store")
-        opening = asyncio.create_task(traffic_of(tiers).open())
-        await asyncio.sleep(0)
-        assert tiers.refreshing.keys() == {"host", "disk", "store"} and not opening.done()
-        tiers.refreshing["host"](TierAnswer(error=error))
-        await asyncio.wait_for(opening, 10)
-
-    asyncio.run(run())
+async def test_opening_waits_for_host_memory_and_for_no_other_tier(error: str | None) -> None:
+    tiers = Tiers("host", "disk", "store")
+    opening = asyncio.create_task(traffic_of(tiers).open())
+    await asyncio.sleep(0)
+    assert tiers.refreshing.keys() == {"host", "disk", "store"} and not opening.done()
+    tiers.refreshing["host"](TierAnswer(error=error))
+    await asyncio.wait_for(opening, 10)
 
 
-def test_opening_ends_at_once_without_host_memory() -> None:
-    async def run() -> None:
-        await asyncio.wait_for(traffic_of(Tiers("disk")).open(), 10)
-
-    asyncio.run(run())
+async def test_opening_ends_at_once_without_host_memory() -> None:
+    await asyncio.wait_for(traffic_of(Tiers("disk")).open(), 10)
 
 
-def test_host_memory_that_is_never_opened_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_memory_that_is_never_opened_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_traffic, "OPEN_TIMEOUT_S", 0.01)
-
-    async def run() -> None:
-        with pytest.raises(InternalError, match="was not opened"):
-            await traffic_of(Tiers("host")).open()
-
-    asyncio.run(run())
+    with pytest.raises(InternalError, match="was not opened"):
+        await traffic_of(Tiers("host")).open()
 
 
-def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("WorkerScheduler", "MediaIntake", "MediaCacheClient", "SharedEmbeddings", "RemoteMedia", "StepLoop")
     for name in (*parts, "EmbeddingCache"):
         monkeypatch.setattr(worker, name, MagicMock())
@@ -79,17 +69,13 @@ def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.Mon
         events.append("registers")
 
     monkeypatch.setattr(serving_worker, "Presence", MagicMock(return_value=MagicMock(serve=serve)))
-
-    async def run() -> None:
-        config = MagicMock(itl_slo_s=0.04, embedding_cache_bytes=0)
-        running = asyncio.create_task(Worker(config, load, MagicMock()).run())
-        asked = asyncio.create_task(tiers.is_asked.wait())
-        await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
-        assert tiers.refreshing.keys() == {"host"}
-        events.append("host memory is open")
-        tiers.refreshing["host"](TierAnswer())
-        await asyncio.wait_for(running, 10)
-
-    asyncio.run(run())
+    config = MagicMock(itl_slo_s=0.04, embedding_cache_bytes=0)
+    running = asyncio.create_task(Worker(config, load, MagicMock()).run())
+    asked = asyncio.create_task(tiers.is_asked.wait())
+    await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+    assert tiers.refreshing.keys() == {"host"}
+    events.append("host memory is open")
+    tiers.refreshing["host"](TierAnswer())
+    await asyncio.wait_for(running, 10)
     assert events == ["host memory is open", "registers"]
     assert 0.04 in worker.WorkerScheduler.call_args.args  # type: ignore[attr-defined]

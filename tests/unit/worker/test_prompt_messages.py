@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -51,31 +50,25 @@ def new_worker(grammars: Any, sent: list[tuple[bytes, Any]] | None = None) -> An
     return worker
 
 
-def test_all_attempts_of_one_proxy_end_together() -> None:
-    async def run() -> None:
-        worker = new_worker(SimpleNamespace(get=lambda *_: None))
-        for number, proxy_id in enumerate(("p", "p", "q")):
-            changes = {"proxy_id": proxy_id, "attempt_ids": [f"{number}"], "seeds": [0], "transfer_id": f"t{number}"}
-            worker._on_message(b"", msgspec.structs.replace(PROMPTS[1], **changes))
-        assert worker._scheduler.num_waiting == 3
-        worker._on_message(b"", AbortAllAttempts("p"))
-        assert worker._scheduler.num_waiting == 1 and not worker._scheduler.is_idle
-        worker._on_message(b"", AbortAllAttempts("q"))
-        assert worker._scheduler.is_idle
-        worker._metrics.close()
-
-    asyncio.run(run())
+async def test_all_attempts_of_one_proxy_end_together() -> None:
+    worker = new_worker(SimpleNamespace(get=lambda *_: None))
+    for number, proxy_id in enumerate(("p", "p", "q")):
+        changes = {"proxy_id": proxy_id, "attempt_ids": [f"{number}"], "seeds": [0], "transfer_id": f"t{number}"}
+        worker._on_message(b"", msgspec.structs.replace(PROMPTS[1], **changes))
+    assert worker._scheduler.num_waiting == 3
+    worker._on_message(b"", AbortAllAttempts("p"))
+    assert worker._scheduler.num_waiting == 1 and not worker._scheduler.is_idle
+    worker._on_message(b"", AbortAllAttempts("q"))
+    assert worker._scheduler.is_idle
+    worker._metrics.close()
 
 
-def test_a_ping_is_answered_on_its_connection_with_the_epoch() -> None:
-    async def run() -> None:
-        sent: list[tuple[bytes, Any]] = []
-        worker = new_worker(SimpleNamespace(), sent)
-        worker._on_message(b"p:0", Ping(7))
-        assert sent == [(b"p:0", Pong("epoch", 7))]
-        worker._metrics.close()
-
-    asyncio.run(run())
+async def test_a_ping_is_answered_on_its_connection_with_the_epoch() -> None:
+    sent: list[tuple[bytes, Any]] = []
+    worker = new_worker(SimpleNamespace(), sent)
+    worker._on_message(b"p:0", Ping(7))
+    assert sent == [(b"p:0", Pong("epoch", 7))]
+    worker._metrics.close()
 
 
 class BrokenGrammars:
@@ -84,32 +77,24 @@ class BrokenGrammars:
 
 
 @pytest.mark.parametrize("message", PROMPTS, ids=lambda message: type(message).__name__)
-def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareDecode) -> None:
+async def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareDecode) -> None:
     sent: list[tuple[bytes, Any]] = []
-
-    async def run() -> None:
-        worker = new_worker(BrokenGrammars(), sent)
-        worker._on_message(b"p:0", message)
-        worker._metrics.close()
-        assert worker._scheduler.is_idle
-
-    asyncio.run(run())
+    worker = new_worker(BrokenGrammars(), sent)
+    worker._on_message(b"p:0", message)
+    worker._metrics.close()
+    assert worker._scheduler.is_idle
     assert all(identity == b"p:0" and isinstance(answer, AttemptFailed) for identity, answer in sent)
     assert [answer.attempt_id for _, answer in sent] == ["a", "b"]
     assert "can't start new thread" in sent[0][1].error.message
 
 
 @pytest.mark.parametrize("message", PROMPTS, ids=lambda message: type(message).__name__)
-def test_a_model_without_an_output_head_generates_nothing(message: StartPrefill | PrepareDecode) -> None:
+async def test_a_model_without_an_output_head_generates_nothing(message: StartPrefill | PrepareDecode) -> None:
     sent: list[tuple[bytes, Any]] = []
-
-    async def run() -> None:
-        worker = new_worker(SimpleNamespace(get=lambda *_: None), sent)
-        worker._host.loaded.has_head = False
-        worker._on_message(b"p:0", message)
-        worker._metrics.close()
-        assert worker._scheduler.is_idle
-
-    asyncio.run(run())
+    worker = new_worker(SimpleNamespace(get=lambda *_: None), sent)
+    worker._host.loaded.has_head = False
+    worker._on_message(b"p:0", message)
+    worker._metrics.close()
+    assert worker._scheduler.is_idle
     assert [answer.attempt_id for _, answer in sent] == ["a", "b"]
     assert sent[0][1].error.code == "invalid_request" and "no output head" in sent[0][1].error.message

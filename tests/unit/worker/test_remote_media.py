@@ -260,18 +260,14 @@ def test_a_port_in_use_ends_the_process_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "cache.sock").exists()
 
 
-def test_a_cache_without_tcp_needs_no_keys(tmp_path: Path) -> None:
+async def test_a_cache_without_tcp_needs_no_keys(tmp_path: Path) -> None:
     """A host of workers has their secret key but not the proxy's."""
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "proxy.key_secret").unlink()
-
-    async def start_and_stop() -> None:
-        network = NetworkConfig(str(tmp_path / "keys"))
-        server = MediaCacheServer(MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, network=network))
-        server.stop()
-        await server.run()
-
-    asyncio.run(start_and_stop())
+    network = NetworkConfig(str(tmp_path / "keys"))
+    server = MediaCacheServer(MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, network=network))
+    server.stop()
+    await server.run()
 
 
 class Tower:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -25,28 +24,25 @@ def test_the_last_role_remains(tmp_path: Path) -> None:
     assert (tmp_path / "role").read_text() == "prefill"
 
 
-def test_a_worker_comes_back_in_the_role_that_it_took(tmp_path: Path) -> None:
+async def test_a_worker_comes_back_in_the_role_that_it_took(tmp_path: Path) -> None:
     config = WorkerConfig("worker-0", "any", "ipc://w", [], role_file=str(tmp_path / "role"))
     info = WorkerInfo("worker-0", "e", "any", "ipc://w", 1)
     traffic, sent = MagicMock(), MagicMock()
-
-    async def main() -> None:
-        presence = Presence(
-            config,
-            RegisterWorker(PROTOCOL_VERSION, info, 100, 100, "m", 4),
-            MagicMock(take_prefixes=lambda: (None, None)),
-            traffic,
-            MagicMock(report=lambda num_changes: WorkerLoad()),
-        )
-        presence._registration = sent
-        for role in roles:
-            presence.change_role(role)
-            assert traffic.on_role.call_args.args[0].role == role
-        assert presence._role_file is not None
-        presence._role_file._thread.shutdown(wait=True)
-
     roles: list[Role] = ["decode", "prefill", "any", "decode"]
-    asyncio.run(main())
+
+    presence = Presence(
+        config,
+        RegisterWorker(PROTOCOL_VERSION, info, 100, 100, "m", 4),
+        MagicMock(take_prefixes=lambda: (None, None)),
+        traffic,
+        MagicMock(report=lambda num_changes: WorkerLoad()),
+    )
+    presence._registration = sent
+    for role in roles:
+        presence.change_role(role)
+        assert traffic.on_role.call_args.args[0].role == role
+    assert presence._role_file is not None
+    presence._role_file._thread.shutdown(wait=True)
     assert new_worker_info(config, "ipc://w", 2, 1, "host", MagicMock()).role == roles[-1]
 
 

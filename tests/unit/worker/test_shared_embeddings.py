@@ -45,17 +45,13 @@ class Client:
     def close(self) -> None: ...
 
 
-def test_the_loop_does_not_wait_for_the_device(tmp_path: Path) -> None:
+async def test_the_loop_does_not_wait_for_the_device(tmp_path: Path) -> None:
     embedding: Any = OnDevice()
-
-    async def share() -> None:
-        client: Any = Client()
-        shared, cache = SharedEmbeddings(client, "model"), EmbeddingCache(1 << 20)
-        cache.put_encoded(b"digest", embedding)
-        MediaIntake(None, cache, 1, shared, lambda: None).share_encoded()
-        async with asyncio.timeout(30):
-            await client.has_asked.wait()
-        shared.close()
-
-    asyncio.run(share())
+    client: Any = Client()
+    shared, cache = SharedEmbeddings(client, "model"), EmbeddingCache(1 << 20)
+    cache.put_encoded(b"digest", embedding)
+    MediaIntake(None, cache, 1, shared, lambda: None).share_encoded()
+    async with asyncio.timeout(30):
+        await client.has_asked.wait()
+    shared.close()
     assert len(embedding.copied_on) == 1 and embedding.copied_on[0] is not threading.current_thread()

@@ -1,4 +1,4 @@
-"""Prompts that are decoded on the worker that has computed them."""
+"""Properties of both roles on one worker: any lengths, any members that make steps fail. `scripts/` show its cases."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.batch import BatchItem, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.handover.actions import SendToPeer, SendToProxy
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
-    AttemptPreempted,
     FirstToken,
-    PrepareDecode,
     StartPrefill,
     TokenBatch,
 )
 from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.transfer import KVReserved, ReserveKV
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 TOKENS = list(range(1, 7))
@@ -63,54 +60,6 @@ def step(scheduler: WorkerScheduler, now: float = 1.0, step_s: float | None = No
     return len(batch.items), [action.message for action in actions if isinstance(action, SendToProxy)]
 
 
-def test_a_computed_prompt_runs_in_its_own_blocks() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a", tokens=list(range(20)))
-    _, [first] = step(scheduler)
-    assert isinstance(first, FirstToken) and first.finish_reason is None
-    assert scheduler.blocks.num_blocks - scheduler.blocks.num_free == 3, "the blocks of the prompt, held once"
-    for expected in (None, "length"):
-        _, [tokens] = step(scheduler)
-        assert isinstance(tokens, TokenBatch) and tokens.tokens[0].finish_reason == expected
-    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_each_sequence_counts_where_it_ends() -> None:
-    """With its first token in the prefill role, otherwise in the decode role."""
-    scheduler = new_scheduler()
-    prefill, decode = scheduler.prefill, scheduler.decode
-
-    def figures() -> tuple[int, ...]:
-        return (
-            prefill.num_finished, prefill.num_shipped, prefill.num_prompt_tokens, prefill.num_cached_tokens,
-            prefill.transfers.num_expired_leases, decode.num_finished, decode.num_preempted, decode.num_kept_blocks,
-        )  # fmt: skip
-
-    assert figures() == (0,) * 8
-    start(scheduler, "a", 2, tokens=list(range(20)), max_tokens=1)
-    step(scheduler)
-    assert figures() == (2, 0, 20, 0, 0, 0, 0, 0)
-    start(scheduler, "b", 2, tokens=list(range(20)), max_tokens=2)
-    for _ in range(2):
-        step(scheduler)
-    assert figures() == (2, 0, 40, 0, 0, 2, 0, 0), "another client shares no blocks"
-    start(scheduler, "c", 1, tokens=list(range(20)), max_tokens=2)
-    step(scheduler)
-    scheduler.on_abort("p", "c0")
-    assert figures() == (2, 0, 60, 0, 0, 2, 0, 0), "an aborted one has not finished"
-
-
-def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a")
-    step(scheduler, step_s=0.5)
-    start(scheduler, "b")
-    number, messages = step(scheduler, step_s=0.5)
-    assert number == 2
-    assert [type(message) for message in messages] == [TokenBatch, FirstToken]
-    assert scheduler.step_times.prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
-
-
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 64, 65, 199, 200])
 def test_all_full_blocks_of_a_prompt_are_cached_however_it_was_cut(num_tokens: int) -> None:
     scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=20, max_num_seqs=2, lease_s=10.0)
@@ -120,56 +69,6 @@ def test_all_full_blocks_of_a_prompt_are_cached_however_it_was_cut(num_tokens: i
         while not scheduler.is_idle:
             assert step(scheduler)[0]
         assert scheduler.prefill.num_cached_tokens - before == num_cached
-
-
-def test_the_blocks_of_an_answer_are_cached_for_the_next_turn() -> None:
-    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=2, lease_s=10.0)
-    start(scheduler, "a", tokens=list(range(20)), max_tokens=21, cache_salt="one client")
-    while not scheduler.is_idle:
-        step(scheduler)
-    start(scheduler, "b", tokens=[*range(20), *[9] * 21, 5], max_tokens=1, cache_salt="one client")
-    step(scheduler)
-    assert scheduler.prefill.num_cached_tokens == 40, "the KV of the last token was never computed"
-
-
-def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a", 2, tokens=list(range(20)))
-    step(scheduler)
-    batch, _ = scheduler.schedule(2.0)
-    assert len(batch.items) == 2 and len(batch.block_copies) == 1
-    [(source, destination)] = batch.block_copies
-    tables = [list(item.block_table) for item in batch.items]
-    assert tables[0][:2] == tables[1][:2] and {tables[0][2], tables[1][2]} == {source, destination}
-
-
-def test_a_prompt_waits_for_a_place_behind_transfers() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a")
-    start(scheduler, "b")
-    step(scheduler)
-    prepare = PrepareDecode(
-        "p", ["c0"], "c", pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(3), 9.0,
-        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
-    )  # fmt: skip
-    actions = scheduler.decode.on_prepare(1.0, prepare)
-    actions += scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair", "c", len(TOKENS)))
-    start(scheduler, "d")
-    assert not actions, "two sequences run already"
-    assert step(scheduler)[0] == 2
-    batch, _ = scheduler.schedule(2.0)
-    answers = scheduler.on_step(2.0, [TOKEN] * len(batch.items))
-    reserved = [action.message for action in answers if isinstance(action, SendToPeer)]
-    assert [type(message) for message in reserved] == [KVReserved], "the transfer came first"
-    assert step(scheduler)[0] == 1, "then the waiting prompt begins"
-
-
-def test_a_request_that_never_fits_is_refused() -> None:
-    scheduler = new_scheduler(num_blocks=4)
-    [action] = start(scheduler, "a", max_tokens=40)
-    assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
-    assert "needs 6 KV blocks, this worker has 4" in action.message.error.message
-    assert start(scheduler, "b", max_tokens=20) == []
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
@@ -194,108 +93,9 @@ def test_what_is_admitted_runs_to_its_end_and_the_rest_is_refused(
     assert scheduler.is_idle and scheduler.blocks.num_free == num_blocks
 
 
-def test_an_abort_after_the_first_token_ends_the_sequence() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a", 2)
-    step(scheduler)
-    scheduler.on_abort("p", "a0")
-    assert step(scheduler)[0] == 1
-    scheduler.on_abort("p", "a1")
-    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_a_transfer_is_served_when_the_prefill_role_releases_blocks() -> None:
-    scheduler = new_scheduler(num_blocks=4)
-    start(scheduler, "a", tokens=list(range(20)), max_tokens=1)
-    batch, _ = scheduler.schedule(1.0)
-    prepare = PrepareDecode(
-        "p", ["c0"], "c", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
-        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
-    )  # fmt: skip
-    actions = scheduler.decode.on_prepare(1.0, prepare)
-    actions += scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair", "c", 20))
-    assert not actions and scheduler.decode.reservations.is_blocked
-    scheduler.on_step(1.5, [TOKEN] * len(batch.items))  # "a" ends with its first token
-    _, actions = scheduler.schedule(2.0)
-    assert any(isinstance(action, SendToPeer) for action in actions)
-    assert not scheduler.decode.reservations.is_blocked
-
-
-def test_the_prefill_role_yields_when_both_workers_are_full() -> None:
-    scheduler = new_scheduler(num_blocks=4)
-    message = StartPrefill(
-        "p", ["a0"], "a", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
-        decode_worker_id="x", decode_epoch="x", cache_salt="a",
-    )  # fmt: skip
-    scheduler.prefill.on_start(0.0, message, "pair-out")
-    step(scheduler)
-    prepare = PrepareDecode(
-        "p", ["c0"], "c", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
-        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
-    )  # fmt: skip
-    scheduler.decode.on_prepare(1.0, prepare)
-    scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair-in", "c", 20))
-    assert scheduler.on_tick(1.5) == []
-    names = [type(action.message).__name__ for action in scheduler.on_tick(2.5) if hasattr(action, "message")]
-    assert names == ["AttemptPreempted", "CloseTransfer"]
-    _, actions = scheduler.schedule(2.5)
-    assert [type(action) for action in actions if isinstance(action, SendToPeer)] == [SendToPeer]
-
-
 # ---- out of memory
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_a_prompt_that_does_not_fit_is_computed_in_smaller_chunks() -> None:
-    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
-    start(scheduler, "a", tokens=list(range(200)))
-    batch, _ = scheduler.schedule(1.0)
-    assert [len(item.token_ids) for item in batch.items] == [200]
-    assert scheduler.on_out_of_memory(NO_MEMORY) == []
-    chunks = []
-    while not chunks or sum(chunks) < 200:
-        batch, _ = scheduler.schedule(1.0)
-        chunks.append(len(batch.items[0].token_ids))
-        assert batch.items[0].start == sum(chunks[:-1])
-        actions = scheduler.on_step(1.0, [ItemOutput([SampledToken(9)] * len(batch.items[0].samples))])
-    assert max(chunks) == 100
-    [first] = [action.message for action in actions if isinstance(action, SendToProxy)]
-    assert isinstance(first, FirstToken)
-
-
-def test_chunks_grow_again_when_steps_fit() -> None:
-    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
-
-    def compute(name: str, now: float) -> list[int]:
-        start(scheduler, name, tokens=[len(name), *range(199)])
-        chunks: list[int] = []
-        while sum(chunks) < 200:
-            batch, _ = scheduler.schedule(now)
-            chunks.append(len(batch.items[0].token_ids))
-            scheduler.on_step(now, [ItemOutput([SampledToken(9)] * len(batch.items[0].samples))])
-        scheduler.on_abort("p", f"{name}0")
-        return chunks
-
-    start(scheduler, "a", tokens=list(range(200)))
-    scheduler.schedule(1.0)
-    scheduler.on_out_of_memory(NO_MEMORY)
-    scheduler.on_abort("p", "a0")
-    assert compute("aa", 2.0) == [100, 100]
-    assert compute("aaa", 61.0) == [100, 100]
-    assert compute("aaaa", 62.0) == [200]
-
-
-def test_a_prompt_fails_if_its_smallest_chunk_does_not_fit() -> None:
-    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
-    start(scheduler, "a", tokens=list(range(200)))
-    failed: list[Any] = []
-    for _ in range(3):
-        scheduler.schedule(1.0)
-        failed += scheduler.on_out_of_memory(NO_MEMORY)
-    [message] = [action.message for action in failed]
-    assert isinstance(message, AttemptFailed) and "out of memory" in message.error.message
-    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -316,48 +116,6 @@ def test_prompts_that_end_during_a_step_that_fails_leave_nothing(fails: bool, ab
         answered += [message.attempt_id for message in messages]
     assert answered == [f"{name}0" for name in "ab" if name not in aborted]
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_the_newest_sequences_are_preempted_when_their_step_does_not_fit() -> None:
-    scheduler = new_scheduler()
-    for name in "ab":
-        start(scheduler, name, max_tokens=10)
-        step(scheduler)
-    batch, _ = scheduler.schedule(2.0)
-    assert len(batch.items) == 2
-    [preempted] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]
-    assert preempted == AttemptPreempted("b0")
-    _, [tokens] = step(scheduler)
-    assert [token.attempt_id for token in tokens.tokens] == ["a0"]
-    batch, _ = scheduler.schedule(3.0)
-    [last] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]
-    assert last == AttemptPreempted("a0")
-    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_others_survive_a_step_with_a_prompt_that_does_not_fit() -> None:
-    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=4, lease_s=10.0)
-    start(scheduler, "a", max_tokens=9)
-    step(scheduler)
-    start(scheduler, "b", tokens=list(range(40)))
-    start(scheduler, "c")
-    batch, _ = scheduler.schedule(2.0)
-    assert len(batch.items) == 3
-    assert not scheduler.on_out_of_memory(NO_MEMORY)  # 64 tokens is the smallest step
-    ended: dict[str, str] = {}
-    for _ in range(40):
-        batch, actions = scheduler.schedule(2.0)
-        if any(item.token_ids[-1] == 39 for item in batch.items):
-            actions += scheduler.on_out_of_memory(NO_MEMORY)
-        elif batch.items:
-            actions += scheduler.on_step(2.0, [TOKEN] * len(batch.items))
-        for message in (action.message for action in actions if isinstance(action, SendToProxy)):
-            assert not isinstance(message, AttemptPreempted)
-            if isinstance(message, AttemptFailed):
-                ended[message.attempt_id] = message.error.message
-            elif isinstance(message, TokenBatch):
-                ended |= {each.attempt_id: each.finish_reason for each in message.tokens if each.finish_reason}
-    assert ended == {"a0": "length", "b0": "the model failed on this prompt: CUDA out of memory", "c0": "length"}
 
 
 # ---- steps that fail
@@ -464,18 +222,6 @@ def test_others_take_every_second_step_while_one_client_s_prompts_fail() -> None
     assert "---" not in "".join(got), "the stream waits for one failing step at a time"
 
 
-def test_who_is_left_of_a_failed_step_is_not_the_cause() -> None:
-    """The cause was aborted while the step ran."""
-    scheduler = new_scheduler()
-    start(scheduler, "a")
-    start(scheduler, "b")
-    scheduler.schedule(1.0)
-    scheduler.on_abort("p", "a0")
-    assert not [a for a in scheduler.on_step_failed(ValueError("poison")) if isinstance(a, SendToProxy)]
-    _, [first] = step(scheduler)
-    assert isinstance(first, FirstToken) and first.attempt_id == "b0"
-
-
 def test_a_prompt_that_was_aborted_in_a_step_that_fails_is_not_computed_again() -> None:
     """It would make each step fail from then on."""
     scheduler = new_scheduler()
@@ -485,21 +231,3 @@ def test_a_prompt_that_was_aborted_in_a_step_that_fails_is_not_computed_again() 
     assert scheduler.on_step_failed(ValueError("poison")) == []
     assert scheduler.is_idle and not scheduler.schedule(1.0)[0].items
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_no_step_is_submitted_ahead_while_members_run_apart() -> None:
-    scheduler = new_scheduler()
-    for name in "ab":
-        start(scheduler, name, max_tokens=10)
-    step(scheduler)
-    scheduler.schedule(2.0)
-    ahead, _ = scheduler.schedule_ahead(2.0)
-    assert len(ahead.items) == 2
-    scheduler.on_step_failed(ValueError("poison"))
-    for _ in range(3):  # one of them twice, because it is not the cause
-        batch, _ = scheduler.schedule(2.0)
-        assert len(batch.items) == 1
-        if not scheduler._isolation.is_over:
-            assert not scheduler.schedule_ahead(2.0)[0].items
-        scheduler.on_step(2.0, [TOKEN])
-    assert len(scheduler.schedule(2.0)[0].items) == 2

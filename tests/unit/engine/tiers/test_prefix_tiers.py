@@ -1,6 +1,10 @@
-"""What a worker stores in tiers and loads from them: by example, and in random orders of events."""
+"""What a worker stores in tiers and loads from them: by scripts, and in random orders of events."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -10,24 +14,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tandem.decode_worker.decode_scheduler import Action
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.prefix_tiers import (
-    ANSWER_TIMEOUT_S,
     BATCH_BYTES,
-    FORGET_SPEED_S,
-    LOAD_TIMEOUT_S,
     MAX_TO_STORE_BYTES,
-    RETRY_S,
     FindBlocks,
     LoadBlocks,
     PrefixTiers,
     StoreBlocks,
     TierState,
 )
+from tests.support.scripts import Play, Words, check, listed
 
+SCRIPTS = Path(__file__).parent / "scripts"
 BLOCK_SIZE = 4
 
 
 def hashes_of(prompt: str, num_blocks: int) -> list[bytes]:
-    return [f"{prompt}{number}".encode() for number in range(num_blocks)]
+    return [f"{prompt}{number}".ljust(16).encode() for number in range(num_blocks)]
 
 
 class Worker:
@@ -60,196 +62,133 @@ class Worker:
         self.step()
         return waits
 
-    def one(self, kind: type) -> Action:
-        [action] = [each for each in self.pending if isinstance(each, kind)]
-        self.pending.remove(action)
+
+class ScriptedTiers:
+    """Plays a script (`tests.support.scripts`). After each event, new orders to the tiers are shown.
+
+    `t=5` sets the time, which then stays. `a:3` are the blocks a0 to a2 of prompt a, `a1:3` are a1 and a2, and
+    `a:2+b:1` those of a prompt that begins as a. Blocks have 4 tokens. The tier `store` must be asked for what it has.
+
+        worker [tiers=host,disk] [blocks=16] [backlog=N] [block_bytes=1] [speed=0]
+                              begins with another worker; backlog: blocks that may wait to be stored; speed: prompt
+                              tokens that it computes in a second
+        compute BLOCKS        a prompt, which ends
+        wait NAME BLOCKS      asks whether a prompt of that name must wait
+        has TIER BLOCKS, lacks TIER BLOCKS
+        stored TIER [failed], loaded TIER [COUNT], found TIER [failed]
+                              the answer to its first order
+        tick, find BLOCKS (the blocks of the pool that hold them), news (to proxies), state
+    """
+
+    def __init__(self) -> None:
+        self._worker = Worker()
+
+    def play(self, event: str) -> list[str]:
+        words = Words(event)
+        self._worker.now = float(words.options.pop("t", self._worker.now))
+        failed = words.flag("failed")
+        lines = self._play(words, "it is broken" if failed else None)
+        known = len(self._worker.pending)
+        orders = self._worker.step()[known:]
+        self._worker.blocks.check()
+        return lines + [shown(action) for action in orders]
+
+    def _play(self, words: Words, error: str | None) -> list[str]:
+        worker, tiers = self._worker, self._worker.tiers
+        match words.words:
+            case ["worker"]:
+                self._begin(**words.options)
+            case "compute", blocks:
+                worker.compute(named(blocks))
+            case "wait", name, blocks:
+                waits = tiers.must_wait(worker.now, name, named(blocks))
+                return [f"{name} {'waits' if waits else 'does not wait'}"]
+            case "has", tier, blocks:
+                tiers.on_changes(tier, named(blocks), [])
+            case "lacks", tier, blocks:
+                tiers.on_changes(tier, [], named(blocks))
+            case "stored", tier:
+                action = self._first(tier, StoreBlocks)
+                if error is None:
+                    tiers.on_changes(tier, action.hashes, [])
+                tiers.on_stored(worker.now, tier, 0 if error else len(action.hashes), error)
+            case "loaded", tier, *count:
+                load = self._first(tier, LoadBlocks)
+                tiers.on_loaded(worker.now, tier, load.load_id, int(count[0]) if count else len(load.hashes), error)
+            case "found", tier:
+                tiers.on_found(worker.now, self._first(tier, FindBlocks).load_id, error)
+            case ["tick"]:
+                tiers.on_tick(worker.now)
+            case "find", blocks:
+                return [f"in blocks {listed(worker.blocks.match(named(blocks)))}"]
+            case ["news"]:
+                update = tiers.prefix_log.take()
+                return [f"added {names(update.added, 8)}; evicted {names(update.evicted, 8)}"]
+            case ["state"]:
+                return self._state()
+            case _:
+                raise AssertionError(words.words)
+        return []
+
+    def _begin(
+        self, tiers: str = "host", blocks: str = "16", backlog: str = "", block_bytes: str = "1", speed: str = "0"
+    ) -> None:
+        names = tuple(tiers.split(",")) if tiers else ()
+        num_bytes = MAX_TO_STORE_BYTES // int(backlog) if backlog else int(block_bytes)
+        self._worker = Worker(int(blocks), names, num_bytes, float(speed))
+
+    def _first(self, tier: str, kind: type[Order]) -> Order:
+        action = next(each for each in self._worker.pending if isinstance(each, kind) and each.tier == tier)
+        self._worker.pending.remove(action)
         return action
 
-    def stored(self, error: str | None = None) -> StoreBlocks:
-        action = self.one(StoreBlocks)
-        assert isinstance(action, StoreBlocks)
-        if error is None:
-            self.tiers.on_changes(action.tier, action.hashes, [])
-        self.tiers.on_stored(self.now, action.tier, 0 if error else len(action.hashes), error)
-        return action
-
-    def loaded(self, num_blocks: int | None = None, error: str | None = None) -> LoadBlocks:
-        action = self.one(LoadBlocks)
-        assert isinstance(action, LoadBlocks)
-        count = len(action.hashes) if num_blocks is None else num_blocks
-        self.tiers.on_loaded(self.now, action.tier, action.load_id, count, error)
-        return action
+    def _state(self) -> list[str]:
+        tiers = self._worker.tiers
+        idle = ", idle" if tiers.is_idle else ""
+        speed = f", {tiers.loaded_tokens_per_s:.0f} tokens a second" if tiers.loaded_tokens_per_s else ""
+        lines = [f"{self._worker.blocks.num_free} blocks free, {tiers.num_loaded_tokens} tokens loaded{speed}{idle}"]
+        for each in tiers.figures():
+            error = f", {each.error}" if each.error else ""
+            lines.append(
+                f"{each.name}: {each.num_blocks} blocks, {each.num_stored} stored, {each.num_skipped} skipped{error}"
+            )
+        return lines
 
 
-def test_without_tiers_nothing_waits_and_nothing_is_done() -> None:
-    worker = Worker(tiers=())
-    worker.compute(hashes_of("a", 4))
-    assert not worker.must_wait("x", hashes_of("b", 4))
-    assert worker.step() == [] and worker.tiers.is_idle
+Order = TypeVar("Order", StoreBlocks, LoadBlocks, FindBlocks)
 
 
-def test_full_blocks_are_stored_once_in_each_tier_while_they_stay_in_the_pool() -> None:
-    worker = Worker(tiers=("host", "disk"))
-    hashes = hashes_of("a", 3)
-    worker.compute(hashes)
-    stores = [each for each in worker.step() if isinstance(each, StoreBlocks)]
-    assert [(each.tier, each.hashes) for each in stores] == [("host", hashes), ("disk", hashes)]
-    assert worker.blocks.num_free == 13, "blocks that are being copied are held"
-    for action in stores:
-        worker.pending.remove(action)
-        worker.tiers.on_changes(action.tier, action.hashes, [])
-        worker.tiers.on_stored(0.0, action.tier, 3, None)
-    worker.compute(hashes)
-    assert worker.step() == [] and worker.blocks.num_free == 16
-    assert [each.num_stored for each in worker.tiers.figures()] == [3, 3]
+def named(text: str) -> list[bytes]:
+    """Returns the hashes of "a:2+b1:3"."""
+    found: list[bytes] = []
+    for prompt, first, end in re.findall(r"([a-z])(\d*):(\d+)", text):
+        found += hashes_of(prompt, int(end))[int(first or 0) :]
+    return found
 
 
-def test_a_tier_that_is_behind_skips_the_oldest_blocks() -> None:
-    worker = Worker(num_blocks=64, block_bytes=MAX_TO_STORE_BYTES // 4)
-    worker.compute(hashes_of("a", 10))
-    assert MAX_TO_STORE_BYTES // 4 > BATCH_BYTES
-    worker.step()
-    assert worker.stored().hashes == [b"a6"]
-    assert worker.tiers.figures()[0].num_skipped == 6
+def names(hashes: bytes, size: int) -> str:
+    """Returns the names of concatenated hashes of that many bytes."""
+    return listed(hashes[start : start + size].decode().strip() for start in range(0, len(hashes), size))
 
 
-def test_a_prompt_waits_for_its_blocks_and_finds_them_in_the_prefix_cache() -> None:
-    worker = Worker()
-    hashes = hashes_of("a", 6)
-    worker.tiers.on_changes("host", hashes[:4], [])
-    assert worker.must_wait("x", hashes) and worker.tiers.is_waiting("x")
-    assert worker.must_wait("x", hashes), "it is loaded once"
-    worker.now = 0.1
-    assert worker.loaded().hashes == hashes[:4]
-    assert not worker.tiers.is_waiting("x") and not worker.must_wait("x", hashes)
-    assert len(worker.blocks.match(hashes)) == 4 and worker.tiers.num_loaded_tokens == 4 * BLOCK_SIZE
-    assert worker.tiers.loaded_tokens_per_s == pytest.approx(160)
+def shown(action: Action) -> str:
+    match action:
+        case StoreBlocks(tier, block_ids, hashes):
+            return f"{tier}: store {names(b''.join(hashes), 16)} from {listed(block_ids)}"
+        case LoadBlocks(tier, _, block_ids, hashes):
+            return f"{tier}: load {names(b''.join(hashes), 16)} into {listed(block_ids)}"
+        case FindBlocks(tier, _, hashes):
+            return f"{tier}: find {names(b''.join(hashes), 16)}"
+    raise AssertionError(action)
 
 
-def test_only_what_the_pool_lacks_is_loaded_and_the_rest_is_not_evicted_meanwhile() -> None:
-    worker = Worker(num_blocks=6)
-    hashes = hashes_of("a", 6)
-    worker.compute(hashes[:2])
-    worker.step()
-    worker.stored()
-    worker.compute(hashes_of("b", 4))
-    worker.step()
-    worker.stored()
-    worker.tiers.on_changes("host", hashes, [])
-    assert worker.must_wait("x", hashes)
-    assert worker.loaded().hashes == hashes[2:]
-    assert len(worker.blocks.match(hashes)) == 6
+def machine_of(file: Path) -> Play:
+    return ScriptedTiers().play
 
 
-def test_missing_blocks_end_the_prefix_and_are_forgotten() -> None:
-    worker = Worker(tiers=("host", "disk"))
-    hashes = hashes_of("a", 6)
-    worker.tiers.on_changes("host", hashes[:2], [])
-    worker.tiers.on_changes("disk", hashes[2:], [])
-    assert worker.must_wait("x", hashes)
-    first, second = (each for each in worker.pending if isinstance(each, LoadBlocks))
-    assert (first.tier, second.tier) == ("host", "disk")
-    worker.tiers.on_loaded(0.1, "disk", second.load_id, 4, None)
-    assert worker.tiers.is_waiting("x")
-    worker.tiers.on_loaded(0.2, "host", first.load_id, 1, None)
-    assert worker.blocks.match(hashes) == first.block_ids[:1]
-    assert worker.blocks.num_free == 16
-    assert [each.num_blocks for each in worker.tiers.figures()] == [1, 4]
-
-
-def test_prompts_with_the_same_prefix_share_a_load_and_then_load_what_each_lacks() -> None:
-    worker = Worker()
-    shared = hashes_of("a", 2)
-    one, other = shared + hashes_of("b", 2), shared + hashes_of("c", 2)
-    worker.tiers.on_changes("host", one + other, [])
-    assert worker.must_wait("x", one) and worker.must_wait("y", other)
-    assert worker.loaded().hashes == one
-    assert not worker.must_wait("x", one)
-    assert worker.must_wait("y", other)
-    assert worker.loaded().hashes == other[2:]
-
-
-def test_a_late_load_ends_the_wait_but_holds_its_blocks_until_the_tier_answers() -> None:
-    worker = Worker()
-    hashes = hashes_of("a", 4)
-    worker.tiers.on_changes("host", hashes, [])
-    assert worker.must_wait("x", hashes)
-    worker.now = LOAD_TIMEOUT_S
-    worker.tiers.on_tick(worker.now)
-    assert not worker.must_wait("x", hashes)
-    assert worker.blocks.num_free == 12
-    worker.compute(hashes)  # meanwhile
-    worker.loaded()
-    assert worker.blocks.num_free == 16
-    worker.blocks.check()
-
-
-def test_loading_must_pay_and_is_tried_again_later() -> None:
-    worker = Worker(block_bytes=100, speed=1000.0)  # a block takes 4 ms to compute
-    worker.tiers.on_changes("host", hashes_of("a", 4) + hashes_of("b", 4), [])
-    assert worker.must_wait("x", hashes_of("a", 4))
-    worker.now = 1.0
-    worker.loaded()  # 250 ms for each block
-    assert not worker.must_wait("y", hashes_of("b", 4))
-    worker.now += FORGET_SPEED_S + 1
-    assert worker.must_wait("z", hashes_of("b", 4))
-
-
-def test_a_tier_that_fails_or_does_not_answer_is_left_alone() -> None:
-    worker = Worker()
-    worker.compute(hashes_of("a", 2))
-    worker.step()
-    worker.stored("the disk is full")
-    assert worker.tiers.figures()[0].error == "the disk is full"
-    assert worker.tiers.figures()[0].num_skipped == 2 and worker.blocks.num_free == 16
-    worker.compute(hashes_of("b", 2))
-    assert worker.step() == []
-    worker.now = RETRY_S
-    worker.step()
-    store = worker.one(StoreBlocks)
-    assert isinstance(store, StoreBlocks) and store.hashes == hashes_of("b", 2)
-    worker.now += ANSWER_TIMEOUT_S + 1
-    worker.tiers.on_changes("host", hashes_of("c", 2), [])
-    assert not worker.must_wait("x", hashes_of("c", 2)), "it has not answered"
-    assert "no answer" in worker.tiers.figures()[0].error
-    worker.tiers.on_stored(worker.now, "host", 2, None)
-    assert worker.must_wait("x2", hashes_of("c", 2))
-
-
-def test_a_store_is_asked_for_what_nobody_here_knows() -> None:
-    worker = Worker(tiers=("host", "store"))
-    hashes = hashes_of("a", 4)
-    worker.tiers.on_changes("host", hashes[:1], [])
-    assert worker.must_wait("x", hashes)
-    find = worker.one(FindBlocks)
-    assert isinstance(find, FindBlocks) and (find.tier, find.hashes) == ("store", hashes[1:])
-    worker.tiers.on_changes("store", hashes[1:3], [])
-    worker.tiers.on_found(0.0, find.load_id, None)
-    worker.step()
-    assert [(each.tier, len(each.hashes)) for each in worker.pending if isinstance(each, LoadBlocks)] == [
-        ("host", 1),
-        ("store", 2),
-    ]
-
-
-def test_a_store_that_finds_nothing_ends_the_wait() -> None:
-    worker = Worker(tiers=("store",))
-    assert worker.must_wait("x", hashes_of("a", 4))
-    find = worker.one(FindBlocks)
-    assert isinstance(find, FindBlocks)
-    worker.tiers.on_found(0.0, find.load_id, "the store is gone")
-    assert not worker.must_wait("x", hashes_of("a", 4)) and worker.tiers.is_idle
-
-
-def test_proxies_learn_what_any_tier_has() -> None:
-    worker = Worker(tiers=("host", "disk"))
-    worker.tiers.on_changes("host", [b"x" * 16], [])
-    worker.tiers.on_changes("disk", [b"x" * 16], [])
-    assert worker.tiers.prefix_log.take().added == b"x" * 8
-    worker.tiers.on_changes("host", [], [b"x" * 16])
-    assert worker.tiers.prefix_log.take().evicted == b""
-    worker.tiers.on_changes("disk", [], [b"x" * 16])
-    assert worker.tiers.prefix_log.take().evicted == b"x" * 8
+@pytest.mark.parametrize("file", sorted(SCRIPTS.glob("*.txt")), ids=lambda file: file.stem)
+def test_scripts(file: Path) -> None:
+    check(file, machine_of(file))
 
 
 class RandomOrders(RuleBasedStateMachine):

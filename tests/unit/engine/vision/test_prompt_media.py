@@ -325,48 +325,42 @@ def test_a_text_model_refuses_media() -> None:
         intake.open(a_request([an_item([(1, 4)])], 9))
 
 
-def test_embeddings_of_another_worker_are_reused() -> None:
-    async def scenario() -> None:
-        shared, done = Shared(), asyncio.Event()
-        embeddings: Any = shared
-        item = stored()
-        shared.embeddings[item.digest] = torch.zeros(1, 4, 1)
-        tower: Any = AnyTower()
-        intake = MediaIntake(tower, EmbeddingCache(1 << 20), 16, embeddings, done.set)
-        scheduler = a_scheduler()
-        request = a_request([item, msgspec.structs.replace(item, spans=((5, 4),))], 9)
-        media = intake.open(request)
-        assert media is not None
-        scheduler.on_start(0.0, request, None, None, media)
-        assert not scheduler.schedule(0.0)[0].items, "the prompt waits for the answer"
-        shared.answer.set()
-        await asyncio.wait_for(done.wait(), 10)
-        batch, _ = scheduler.schedule(0.0)
-        assert [len(i.token_ids) for i in batch.items] == [9] and not batch.encodes
-        assert shared.asked == [item.digest], "one item, asked for once"
-        assert intake.open(a_request([item], 9, "again")) is not None
-        assert shared.asked == [item.digest], "the worker's own cache has it now"
-
-    asyncio.run(scenario())
+async def test_embeddings_of_another_worker_are_reused() -> None:
+    shared, done = Shared(), asyncio.Event()
+    embeddings: Any = shared
+    item = stored()
+    shared.embeddings[item.digest] = torch.zeros(1, 4, 1)
+    tower: Any = AnyTower()
+    intake = MediaIntake(tower, EmbeddingCache(1 << 20), 16, embeddings, done.set)
+    scheduler = a_scheduler()
+    request = a_request([item, msgspec.structs.replace(item, spans=((5, 4),))], 9)
+    media = intake.open(request)
+    assert media is not None
+    scheduler.on_start(0.0, request, None, None, media)
+    assert not scheduler.schedule(0.0)[0].items, "the prompt waits for the answer"
+    shared.answer.set()
+    await asyncio.wait_for(done.wait(), 10)
+    batch, _ = scheduler.schedule(0.0)
+    assert [len(i.token_ids) for i in batch.items] == [9] and not batch.encodes
+    assert shared.asked == [item.digest], "one item, asked for once"
+    assert intake.open(a_request([item], 9, "again")) is not None
+    assert shared.asked == [item.digest], "the worker's own cache has it now"
 
 
-def test_a_failing_shared_cache_fails_no_request() -> None:
-    async def scenario() -> None:
-        shared, done = Shared(), asyncio.Event()
-        embeddings: Any = shared
-        shared.broken = True
-        shared.answer.set()
-        tower: Any = AnyTower()
-        cache = EmbeddingCache(1 << 20)
-        intake = MediaIntake(tower, cache, 16, embeddings, done.set)
-        media = intake.open(a_request([stored()], 9))
-        assert media is not None and not media.is_ready
-        await asyncio.wait_for(done.wait(), 10)
-        assert media.is_ready
-        _, units, _ = media.afford(0, 9, BUDGET)
-        for unit in units:
-            encode(media, unit)
-        intake.share_encoded()
-        assert list(shared.embeddings) == [b"d" * 32], "the embedding is shared"
-
-    asyncio.run(scenario())
+async def test_a_failing_shared_cache_fails_no_request() -> None:
+    shared, done = Shared(), asyncio.Event()
+    embeddings: Any = shared
+    shared.broken = True
+    shared.answer.set()
+    tower: Any = AnyTower()
+    cache = EmbeddingCache(1 << 20)
+    intake = MediaIntake(tower, cache, 16, embeddings, done.set)
+    media = intake.open(a_request([stored()], 9))
+    assert media is not None and not media.is_ready
+    await asyncio.wait_for(done.wait(), 10)
+    assert media.is_ready
+    _, units, _ = media.afford(0, 9, BUDGET)
+    for unit in units:
+        encode(media, unit)
+    intake.share_encoded()
+    assert list(shared.embeddings) == [b"d" * 32], "the embedding is shared"

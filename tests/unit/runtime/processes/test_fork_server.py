@@ -322,13 +322,10 @@ def state(pid: int) -> str:
         return "Z"
 
 
-def test_a_server_that_cannot_load_is_lost() -> None:
-    async def test() -> None:
-        server = ForkServer.spawn("tandem.no_such_module", os.environ)
-        with pytest.raises(ForkServerLost, match="died"):
-            await server.until_ready(20)
-
-    asyncio.run(test())
+async def test_a_server_that_cannot_load_is_lost() -> None:
+    server = ForkServer.spawn("tandem.no_such_module", os.environ)
+    with pytest.raises(ForkServerLost, match="died"):
+        await server.until_ready(20)
 
 
 def test_a_kept_server_that_was_closed_starts_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,10 @@
-"""Messages about prompts, with defaults."""
+"""Prompts with defaults."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 
@@ -29,22 +29,4 @@ def start(
         decode_worker_id="d",
         decode_epoch="d1",
         **fields,
-    )
-
-
-def prepare(prompt: StartPrefill) -> PrepareDecode:
-    """Returns what the decode worker is sent for the same prompt."""
-    return PrepareDecode(
-        proxy_id=prompt.proxy_id,
-        attempt_ids=prompt.attempt_ids,
-        transfer_id=prompt.transfer_id,
-        token_ids=prompt.token_ids,
-        sampling=prompt.sampling,
-        seeds=prompt.seeds,
-        stop=prompt.stop,
-        deadline_s=prompt.deadline_s,
-        num_generated=prompt.num_generated,
-        adapter=prompt.adapter,
-        prefill_worker_id="p",
-        prefill_epoch="p1",
     )

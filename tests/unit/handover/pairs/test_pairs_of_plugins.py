@@ -111,25 +111,21 @@ ERRORS: list[Callable[[], Exception]] = [
 @pytest.mark.parametrize("error", ERRORS, ids=["LookupError", "KVTransferFailed", "AssertionError"])
 @pytest.mark.parametrize("method", ["open_receiver", "open_sender"])
 @pytest.mark.parametrize("also", [(), ("close_sender", "close_receiver")], ids=["", "and at close"])
-def test_an_end_that_cannot_be_opened_gives_way_to_the_next_connector(
+async def test_an_end_that_cannot_be_opened_gives_way_to_the_next_connector(
     method: str, also: tuple[str, ...], error: Callable[[], Exception], use: Any
 ) -> None:
     bad = Faults(method, *also, error=error)
-
-    async def run() -> None:
-        workers = PairedWorkers(use(bad=RaisingConnector(bad), good=RaisingConnector(Faults())))
-        pair = await workers.settle()
-        assert pair.connector == "good" and bad.num_calls >= 1
-        assert len([*workers.incoming_table.pairs()]) == 1, "the failed pair is gone at the peer"
-        assert bad.closed == bad.opened
-        if method == "open_sender":
-            assert pair.reason.startswith("bad: "), "operators see why"
-
-    asyncio.run(run())
+    workers = PairedWorkers(use(bad=RaisingConnector(bad), good=RaisingConnector(Faults())))
+    pair = await workers.settle()
+    assert pair.connector == "good" and bad.num_calls >= 1
+    assert len([*workers.incoming_table.pairs()]) == 1, "the failed pair is gone at the peer"
+    assert bad.closed == bad.opened
+    if method == "open_sender":
+        assert pair.reason.startswith("bad: "), "operators see why"
 
 
 @pytest.mark.parametrize("method", ["open_receiver", "open_sender"])
-def test_pools_that_raise_anything_do_not_leave_a_pair_opening(method: str, use: Any) -> None:
+async def test_pools_that_raise_anything_do_not_leave_a_pair_opening(method: str, use: Any) -> None:
     """Those of another engine may."""
 
     class Pools:
@@ -150,103 +146,81 @@ def test_pools_that_raise_anything_do_not_leave_a_pair_opening(method: str, use:
         setattr(wrapped, method, open_end)
         return wrapped
 
-    async def run() -> None:
-        connectors = use(bad=RaisingConnector(Faults()), good=RaisingConnector(Faults()))
-        pair = await PairedWorkers(connectors, broken).settle()
-        assert pair.connector == "good"
-
-    asyncio.run(run())
+    connectors = use(bad=RaisingConnector(Faults()), good=RaisingConnector(Faults()))
+    pair = await PairedWorkers(connectors, broken).settle()
+    assert pair.connector == "good"
 
 
 @pytest.mark.parametrize("method", ["open_receiver", "open_sender"])
-def test_the_last_connector_is_tried_again_when_it_works(method: str, use: Any) -> None:
+async def test_the_last_connector_is_tried_again_when_it_works(method: str, use: Any) -> None:
     faults = Faults(method)
-
-    async def run() -> None:
-        workers = PairedWorkers(use(only=RaisingConnector(faults)))
-        task = asyncio.ensure_future(workers.settle())
-        await until(lambda: faults.num_calls >= 3)
-        assert workers.outgoing_table.status()[0].state in ("failed", "opening")
-        faults.methods.clear()
-        assert (await task).connector == "only"
-
-    asyncio.run(run())
+    workers = PairedWorkers(use(only=RaisingConnector(faults)))
+    task = asyncio.ensure_future(workers.settle())
+    await until(lambda: faults.num_calls >= 3)
+    assert workers.outgoing_table.status()[0].state in ("failed", "opening")
+    faults.methods.clear()
+    assert (await task).connector == "only"
 
 
 @pytest.mark.parametrize("method", ["open_receiver", "open_sender"])
-def test_all_connectors_are_tried_again_after_the_last_one(method: str, use: Any) -> None:
+async def test_all_connectors_are_tried_again_after_the_last_one(method: str, use: Any) -> None:
     """What made them fail may be over, as with descriptors that had run out."""
     one, two = Faults(method), Faults(method)
-
-    async def run() -> None:
-        workers = PairedWorkers(use(one=RaisingConnector(one), two=RaisingConnector(two)))
-        task = asyncio.ensure_future(workers.settle())
-        await until(lambda: one.num_calls >= 2 and two.num_calls >= 2)
-        one.methods.clear()
-        assert (await task).connector == "one"
-
-    asyncio.run(run())
+    workers = PairedWorkers(use(one=RaisingConnector(one), two=RaisingConnector(two)))
+    task = asyncio.ensure_future(workers.settle())
+    await until(lambda: one.num_calls >= 2 and two.num_calls >= 2)
+    one.methods.clear()
+    assert (await task).connector == "one"
 
 
-def test_a_peer_without_the_connectors_that_are_left_is_asked_for_all_again(use: Any) -> None:
+async def test_a_peer_without_the_connectors_that_are_left_is_asked_for_all_again(use: Any) -> None:
     faults = Faults("open_sender")
-
-    async def run() -> None:
-        one, two = RaisingConnector(faults), RaisingConnector(Faults())
-        workers = PairedWorkers(use(one=one, two=two))
-        del workers.incoming_table.connectors["two"]  # type: ignore[attr-defined]
-        task = asyncio.ensure_future(workers.settle())
-        await until(lambda: faults.num_calls >= 2)
-        faults.methods.clear()
-        assert (await task).connector == "one"
-
-    asyncio.run(run())
+    one, two = RaisingConnector(faults), RaisingConnector(Faults())
+    workers = PairedWorkers(use(one=one, two=two))
+    del workers.incoming_table.connectors["two"]  # type: ignore[attr-defined]
+    task = asyncio.ensure_future(workers.settle())
+    await until(lambda: faults.num_calls >= 2)
+    faults.methods.clear()
+    assert (await task).connector == "one"
 
 
 @pytest.mark.parametrize("also", [(), ("close_sender",), ("close_receiver",)], ids=repr)
 @pytest.mark.parametrize("method", ["send", "receive", "prepare"])
-def test_a_transfer_that_raises_closes_the_pair_and_it_is_opened_again(
+async def test_a_transfer_that_raises_closes_the_pair_and_it_is_opened_again(
     method: str, also: tuple[str, ...], use: Any
 ) -> None:
     faults = Faults(method, *also)
-
-    async def run() -> None:
-        workers = PairedWorkers(use(plugin=RaisingConnector(faults, one_sided=False)))
-        pair = await workers.settle()
-        results: list[KVTransferFailed | None] = []
-        if method == "receive":
-            workers.incoming.receive(pair.pair_id, [1], results.append)
-        else:
-            workers.outgoing._receive(pair.pair_id, KVReserved("transfer", [ReservedBlocks(0, [1])]))
-            sender = workers.outgoing.sender(pair.pair_id)
-            assert sender is not None
-            sender.send([0], [1], results.append)
-        [error] = results
-        assert error is not None and "a mistake" in error.message
-        faults.methods.remove(method)
-        side: Any = workers.incoming if method == "receive" else workers.outgoing
-        side.fail(pair.pair_id, error.message)
-        await until(lambda: pair.closed)
-        again = await workers.settle()
-        assert again.pair_id != pair.pair_id
-        await until(lambda: len([*workers.incoming_table.pairs()]) == 1)
-        assert workers.incoming_table.is_open(again.pair_id)
-
-    asyncio.run(run())
+    workers = PairedWorkers(use(plugin=RaisingConnector(faults, one_sided=False)))
+    pair = await workers.settle()
+    results: list[KVTransferFailed | None] = []
+    if method == "receive":
+        workers.incoming.receive(pair.pair_id, [1], results.append)
+    else:
+        workers.outgoing._receive(pair.pair_id, KVReserved("transfer", [ReservedBlocks(0, [1])]))
+        sender = workers.outgoing.sender(pair.pair_id)
+        assert sender is not None
+        sender.send([0], [1], results.append)
+    [error] = results
+    assert error is not None and "a mistake" in error.message
+    faults.methods.remove(method)
+    side: Any = workers.incoming if method == "receive" else workers.outgoing
+    side.fail(pair.pair_id, error.message)
+    await until(lambda: pair.closed)
+    again = await workers.settle()
+    assert again.pair_id != pair.pair_id
+    await until(lambda: len([*workers.incoming_table.pairs()]) == 1)
+    assert workers.incoming_table.is_open(again.pair_id)
 
 
-def test_addresses_that_fit_into_no_message_close_the_pair(use: Any) -> None:
-    async def run() -> None:
-        workers = PairedWorkers(use(large=RaisingConnector(Faults()), good=RaisingConnector(Faults())))
-        answer = workers.incoming._send
+async def test_addresses_that_fit_into_no_message_close_the_pair(use: Any) -> None:
+    workers = PairedWorkers(use(large=RaisingConnector(Faults()), good=RaisingConnector(Faults())))
+    answer = workers.incoming._send
 
-        def send(pair_id: str, message: Any) -> None:
-            if isinstance(message, PairAccepted) and message.connector == "large":
-                raise MessageTooLarge("a message of 64 MiB")
-            answer(pair_id, message)
+    def send(pair_id: str, message: Any) -> None:
+        if isinstance(message, PairAccepted) and message.connector == "large":
+            raise MessageTooLarge("a message of 64 MiB")
+        answer(pair_id, message)
 
-        workers.incoming._send = send
-        assert (await workers.settle()).connector == "good"
-        assert workers.lost[0] == "the addresses of all paths have 31 bytes, too many for a message"
-
-    asyncio.run(run())
+    workers.incoming._send = send
+    assert (await workers.settle()).connector == "good"
+    assert workers.lost[0] == "the addresses of all paths have 31 bytes, too many for a message"
