@@ -103,7 +103,7 @@ def select(items: list[pytest.Item]) -> None:
 
 
 def group_of(node_id: str) -> str:
-    """Tests of one group run in one process, one after the other: a file, a simulation, FLOAT32, or all that use Ray."""
+    """Tests of one group run in one process, one after the other: a file, a simulation, FLOAT32, or all with Ray."""
     if stage_of(node_id) == "simulation":
         return node_id
     module = node_id.partition("::")[0]

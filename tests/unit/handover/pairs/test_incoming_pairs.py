@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ async def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> No
     sent: list[object] = []
     table = open_first(peer_writes=False)
     pairs = IncomingPairs(
-        "d", table, cast(Any, None), watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
+        "d", table, MagicMock(), lambda pair_id, message: sent.append(message), lambda *loss: None,
         lambda epoch: None,
     )  # fmt: skip
     pairs.on_open(msgspec.structs.replace(SECOND, decode_epoch="before"))
@@ -57,7 +58,7 @@ async def test_a_pair_whose_receiver_cannot_listen_is_closed_and_leaves_nothing(
     table = IncomingPairTable(LAYOUT, "here", "cpu", named(connector), False)
     pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
     pairs = IncomingPairs(
-        "d", table, WorkerPools(pool), watch_exit,
+        "d", table, MagicMock(pools=WorkerPools(pool.layout, [pool]), watch_exit=watch_exit),
         lambda pair_id, message: sent.put_nowait(message), lambda *loss: None, lambda epoch: None,
     )  # fmt: skip
     pairs.on_open(msgspec.structs.replace(FIRST, connectors=[connector]))
@@ -90,7 +91,7 @@ async def test_a_pair_is_accepted_when_its_addresses_are_known() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
     table, pools = IncomingPairTable(LAYOUT, "there", "cpu", named("ipc"), False), LatePools()
     pairs = IncomingPairs(
-        "d", table, cast(Any, pools), lambda pid, on_exit: lambda: None,
+        "d", table, MagicMock(pools=pools),
         lambda pair_id, message: sent.append(message),
         lambda pair_id, reason, peer_stopped: lost.append((pair_id, peer_stopped)), lambda epoch: None,
     )  # fmt: skip

@@ -90,7 +90,7 @@ class ScriptedVllmWorker:
         actions: list[Any] = []
         match words.words:
             case ["worker"]:
-                self.__init__(words.options.get("held"))  # type: ignore[misc]
+                self.__init__(words.options.get("held"))
             case "start", *attempts:
                 pair_id = words.options.pop("pair", None)
                 request = StartPrefill(**_fields(attempts, **words.options), decode_worker_id="d", decode_epoch="e")
