@@ -136,10 +136,6 @@ def _error_info(error: BaseException) -> ErrorInfo:
     return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {client_reason(error)}"))
 
 
-if __name__ == "__main__":
-    main()
-
-
 class GrammarMatcher:
     """Computes the tokens that may follow.
 
@@ -247,3 +243,7 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_id: int | Non
     if eos_token_id is None:
         raise InvalidRequest("this model does not support grammars: its tokeniser has no eos_token")
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id)
+
+
+if __name__ == "__main__":
+    main()
