@@ -26,7 +26,7 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.numerics import Numerics
 from tandem.runtime.version import own_version
 
-CPU_KERNELS = "cpu-2"
+CPU_KERNELS = "cpu-3"
 """Name of the arithmetic of this repository's code on CPUs. Raise its number with every change that may change a bit of
 a log-probability: kernels, the order of sums, where values are rounded. A test compares the code with its hash."""
 CUDA_KERNELS = "cuda-2"

@@ -47,7 +47,7 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "281ec717729e90f0",
+    CPU_KERNELS: "cfd74168e475af8f",
     CUDA_KERNELS: "4fc1b940d429c78f",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
