@@ -70,15 +70,19 @@ def _replace_code(old: Any, new: Any) -> None:
 
 def _first_violation(mutation: Mutation, seeds: Sequence[int], answers: Any) -> None:
     """Runs in a process of its own. Puts the first seed that shows the fault, and the rule that it breaks."""
-    apply(mutation)
+    try:
+        apply(mutation)
+    except BaseException as error:  # else `find` would wait for nothing
+        answers.put(error)
+        raise
     for seed in seeds:
+        scenario = draw(seed)
         try:
-            violations = run(draw(seed)).violations
-        except BaseException as error:  # else `find` would wait for nothing
-            answers.put(error)
-            raise
-        if violations:
-            answers.put((seed, str(violations[0]).replace(f"{ROOT}/", "")))
+            rule = next(map(str, run(scenario).violations), None)
+        except Exception as error:  # which ends the simulation, so that nobody overlooks it
+            rule = f"raises {type(error).__name__}: {error}"
+        if rule is not None:
+            answers.put((seed, rule.replace(f"{ROOT}/", "")))
             return
     answers.put((None, ""))
 
