@@ -8,10 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from bench.autoscale import measure, shifting
 from tandem.deploy.cluster_config import ClusterConfig
 
 
+@pytest.mark.extended
 def test_a_shift_from_long_prompts_to_long_answers_is_followed_by_moves_without_new_processes() -> None:
     """Each mix lasts for less than the planner waits before it stops workers, and needs most of them."""
     trace = shifting(random.Random(3), 150.0)

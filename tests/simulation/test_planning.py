@@ -318,6 +318,7 @@ def test_chats_are_routed_to_their_prefixes() -> None:
     assert num_tokens - sum(load.num_cached_tokens for load in loads) < 1.5 * must_compute
 
 
+@pytest.mark.extended
 def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
     """Four proxies send some 16 prompts in the time between two reports of a worker."""
     rng = random.Random(2)

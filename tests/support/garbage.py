@@ -27,7 +27,7 @@ def kept_garbage() -> Iterator[list[object]]:
 
 
 def frames_in(folder: str, garbage: list[object]) -> list[str]:
-    """Returns the locations of frames among the objects. folder: of the code, relative to the repository."""
+    """Returns the locations of frames among the objects. folder: of the code, or a file, relative to the repository."""
     frames = [each for each in garbage if isinstance(each, FrameType)]
     places = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames]
     return [place for place in places if f"/{folder}" in place and "/tests/" not in place]

@@ -62,6 +62,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.extended
 def test_a_part_leaves_no_process_behind(tmp_path: Path) -> None:
     """As a cluster whose benchmark is killed: its launcher leads a session of its own."""
     check = (

@@ -187,6 +187,7 @@ def test_memory_in_which_layers_are_fused_is_not_counted(
     assert sized.kv_cache_bytes == int(gpu.total * 0.9) - gpu.weights - LARGEST - CONTEXT_BYTES - PEER_BYTES
 
 
+@pytest.mark.extended
 def test_ranks_on_one_gpu_divide_the_fraction(loaded: LoadedModel, config: EngineConfig, make_gpu: Any) -> None:
     gpu = make_gpu(total=4 * GIB)
     shared = msgspec.structs.replace(config, ranks_per_gpu=2, gpu_memory_fraction=0.8, num_peers=3)
@@ -195,6 +196,7 @@ def test_ranks_on_one_gpu_divide_the_fraction(loaded: LoadedModel, config: Engin
     assert sized.kv_cache_bytes == expected
 
 
+@pytest.mark.extended
 def test_memory_of_other_programs_is_left_alone(loaded: LoadedModel, config: EngineConfig, make_gpu: Any) -> None:
     make_gpu()
     _, alone = fit_kv_cache(loaded, config, GPU)
@@ -203,6 +205,7 @@ def test_memory_of_other_programs_is_left_alone(loaded: LoadedModel, config: Eng
     assert alone.kv_cache_bytes - beside.kv_cache_bytes == pytest.approx(400 * MIB, abs=1)
 
 
+@pytest.mark.extended
 def test_without_room_the_error_says_what_takes_the_memory(
     loaded: LoadedModel, config: EngineConfig, make_gpu: Any
 ) -> None:

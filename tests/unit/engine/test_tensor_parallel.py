@@ -140,8 +140,9 @@ EXACT_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 """So many inputs that those of each rank are summed in another order for a lone row."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.extended)])
-@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.extended), "experts"])
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["dense", "experts"])
 def test_bits_of_two_ranks_depend_neither_on_the_batch_nor_on_chunks(name: str, dtype: str, tmp_path: Path) -> None:
     model_class, config_class, extra = EXACT_MODELS[name]
     torch.manual_seed(1)

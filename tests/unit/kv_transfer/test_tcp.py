@@ -159,7 +159,7 @@ def test_ends_that_derive_their_certificates_apart_trust_each_other(tmp_path: Pa
 def test_peers_without_the_same_keys_are_refused(
     case: str, encrypted: DataNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "CONNECT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(tcp, "CONNECT_TIMEOUT_S", 1.0)
     ours = {"other keys": network_with_keys(tmp_path / "k"), "no keys at the sender": CLEAR}.get(case, encrypted)
     theirs = CLEAR if case == "no keys at the receiver" else encrypted
     blocks = torch.zeros(2, 64, dtype=torch.uint8)

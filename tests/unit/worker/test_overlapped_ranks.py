@@ -39,6 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TensorPara
     assert not lost
 
 
+@pytest.mark.extended
 @every_sampling
 def test_overlapped_steps_of_two_ranks_give_the_same_tokens(
     ranks: tuple[TensorParallelGroup, LoadedModel, EngineConfig], samplings: list[SamplingParams]

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import pytest
+
 CODE = """
 import logging, os, signal
 from tandem.runtime.processes.forked_child import fork_child
@@ -32,6 +34,7 @@ input()
 """
 
 
+@pytest.mark.extended
 def test_a_stopped_follower_ends_with_rank_0() -> None:
     pipe = subprocess.PIPE
     rank_0 = subprocess.Popen([sys.executable, "-c", CODE], stdin=pipe, stdout=pipe, stderr=pipe, text=True)

@@ -44,7 +44,13 @@ def attended(num_at_once: int, queries: Any, pool: Any, pool_row: int, mixed: An
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(1, torch.float32), (40, torch.float32), (40, torch.bfloat16), (80, torch.float8_e4m3fn), (256, torch.bfloat16)],
+    [
+        (1, torch.float32),
+        (40, torch.float32),
+        (40, torch.bfloat16),
+        (80, torch.float8_e4m3fn),
+        pytest.param(256, torch.bfloat16, marks=pytest.mark.extended),
+    ],
 )
 def test_scores_and_mixtures_of_rows_do_not_depend_on_their_number(head_dim: int, dtype: torch.dtype) -> None:
     stored = torch.from_numpy(drawn(3, BLOCK_SIZE, head_dim)).to(dtype)
