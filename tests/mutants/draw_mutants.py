@@ -5,7 +5,8 @@ Packages are folders; with none, all of `PACKAGES`. Each mutant is a list: opera
     uv run --no-project --with cosmic-ray==8.7.0 python tests/mutants/draw_mutants.py ROOT NUMBER SEED [PACKAGE]...
 
 Runs outside of Tandem's environment, because nothing else needs cosmic-ray. Left out is what can change nothing or what
-is no fault of the kind that is looked for: annotations, which nothing evaluates, and calls of a log.
+is no fault of the kind that is looked for: annotations, which nothing evaluates, calls of a log, assertions, which never
+fail in a right program, and the values of constants, of which many are as good.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ class _WithoutHarmlessParts(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
         node.annotation = ast.Constant(None)
+        self.generic_visit(node)
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return ast.Pass()
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        if all(isinstance(each, ast.Name) and each.id.isupper() for each in node.targets):
+            node.value = ast.Constant(None)
         self.generic_visit(node)
         return node
 
