@@ -5,8 +5,8 @@ Packages are folders; with none, all of `PACKAGES`. Each mutant is a list: opera
     uv run --no-project --with cosmic-ray==8.7.0 python tests/mutants/draw_mutants.py ROOT NUMBER SEED [PACKAGE]...
 
 Runs outside of Tandem's environment, because nothing else needs cosmic-ray. Left out is what can change nothing or what
-is no fault of the kind that is looked for: annotations, which nothing evaluates, calls of a log, assertions, which never
-fail in a right program, and the values of constants, of which many are as good.
+is no fault of the kind that is looked for: annotations, which nothing evaluates, calls of a log, assertions, and the
+values of constants, of which many are as good.
 """
 
 from __future__ import annotations
