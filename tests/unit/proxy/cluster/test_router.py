@@ -20,6 +20,14 @@ def test_predictions_learn_from_measured_first_tokens() -> None:
         world.router.pick(PromptShape(998), max_ttft_s=1.5)
 
 
+def test_a_route_names_its_placement() -> None:
+    apart, elastic = RouterMachine(1, 1).router, RouterMachine(0, 0, num_any=1).router
+    assert apart.pick(PromptShape(8)).placement == "two"
+    assert apart.pick(PromptShape(8, needs_decode=False)).placement == "prefill_only"
+    assert elastic.pick(PromptShape(8)).placement == "same"
+    assert RouterMachine(0, 1, threshold=100).router.pick(PromptShape(8)).placement == "deflected"
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
