@@ -181,8 +181,8 @@ UNCOUNTED_BYTES = 1 << 20
 """Bytes of each answer that do not count, so that small answers are not refused because others are large. The number
 of connections limits them."""
 _ANSWER_SHARE = 0.5
-"""Less than `runtime.client_share.CLIENT_SHARE`: answers of three quarters of the memory may have so many sequences
-that one client fills the limit on those that wait for a first token, which knows no clients."""
+"""Less than CLIENT_SHARE: answers of three quarters of the memory can have so many sequences that their client fills
+the waiting queue, from which others then displace it (`admission.py`)."""
 _ANSWER_RETRY_AFTER_S = 5
 
 

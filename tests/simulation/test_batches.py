@@ -45,7 +45,7 @@ def test_a_client_that_is_passed_is_reported() -> None:
 
     class Unfair(CheckedSlots):
         def _grant(self) -> None:
-            """Gives a free slot to the first client by name, whoever was served last."""
+            """Each free slot goes to the waiting client whose name sorts first, however often that one was served."""
             for place, client in enumerate(sorted(self._waiting)):
                 self._waiting[client].place = place
             super()._grant()
