@@ -600,6 +600,9 @@ ATTACKS = [
     # Prompts of the soonest priority, which nobody else's may wait for.
     Attack("sooner_priorities", TEXT, lambda attacker: attacker.send(
         [completion(prompt=[5, i] * 500, max_tokens=2, priority=-100) for i in range(40)], at_once=40)),
+    # As many sequences as may wait in all; with keys no priority is sooner than the default.
+    Attack("places_of_the_soonest_priority", TEXT, lambda attacker: attacker.send(
+        [completion(prompt=["a"] * 8, n=128, max_tokens=2, priority=-100) for _ in range(16)], at_once=16)),
     Attack("idle_scrapers", TEXT, idle_scrapers),
     Attack("idle_connections", TEXT, idle_connections),
     Attack("line_breaks", TEXT, line_breaks),
