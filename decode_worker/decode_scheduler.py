@@ -164,9 +164,9 @@ class DecodeScheduler:
         assert prompt is not None and first_token_ids is not None
         self.reservations.forget(transfer)
         prompt.num_kv_bytes = transfer.num_arrived_blocks * self._block_bytes
-        blocks, spare = transfer.blocks, prompt.spare_block_ids
-        prompt.spare_block_ids = []
-        prompt_blocks = blocks.cached_block_ids + blocks.written_block_ids
+        cached, spare = prompt.cached_block_ids, prompt.spare_block_ids
+        prompt.cached_block_ids, prompt.spare_block_ids = [], []
+        prompt_blocks = cached + transfer.blocks.written_block_ids
         assert not transfer.is_given_up and len(prompt_blocks) == self.blocks.num_blocks_for(prompt.num_tokens)
         return self._begin(prompt, prompt_blocks, spare, first_token_ids, transfer.position_offset)
 
@@ -180,7 +180,7 @@ class DecodeScheduler:
             actions += [failure(sequence, error)] if error is not None else []
         self.reservations.forget(transfer)
         if transfer.is_allocated:
-            cached = transfer.blocks.cached_block_ids
+            cached, prompt.cached_block_ids = prompt.cached_block_ids, []
             arrived = transfer.keep(len(prompt.hashes) - len(cached))
             for block_id, block_hash in zip(arrived, prompt.hashes[len(cached) :], strict=False):
                 self.blocks.publish(block_id, block_hash)
@@ -402,8 +402,8 @@ class Reservations:
         self.num_received += len(prompt.sequences)
         self.num_prompt_tokens += prompt.num_tokens
         self.num_cached_tokens += len(cached) * blocks.block_size
-        prompt.spare_block_ids = new[num_written:]
-        return ArrivingBlocks(cached, new[:num_written])
+        prompt.cached_block_ids, prompt.spare_block_ids = cached, new[num_written:]
+        return ArrivingBlocks(len(cached), new[:num_written])
 
 
 def failure(sequence: DecodeSequence, error: TandemError) -> Action:

@@ -58,6 +58,8 @@ class DecodePrompt:
     hashes: list[bytes]
     sequences: dict[str, DecodeSequence] = field(default_factory=dict)
     adapter: Adapter | None = None
+    cached_block_ids: list[int] = field(default_factory=list)
+    """First blocks of the prompt, which the prefix cache had. Empty once it has begun or ended."""
     spare_block_ids: list[int] = field(default_factory=list)
     """Reserved blocks for the first tokens after the prompt, and for copies of its last block."""
     has_begun: bool = False

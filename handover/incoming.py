@@ -45,9 +45,9 @@ _ENDED = "the decode worker no longer has the request"
 
 @dataclass(eq=False)
 class ArrivingBlocks:
-    """One group of a prompt's blocks: those that the prefix cache has, followed by those that the peer writes."""
+    """One group of a prompt's blocks, from the first one on that the peer writes. See `ReservedBlocks`."""
 
-    cached_block_ids: list[int]
+    first_block: int
     written_block_ids: list[int]
     num_announced: int = 0
     """Written blocks that ShipKV messages have named, from the first on."""
@@ -60,7 +60,7 @@ class ArrivingBlocks:
         """Returns the blocks that are now on the data path. Raises KVTransferFailed if they are not the next ones."""
         if message.num_blocks < 1:
             raise KVTransferFailed(f"a shipment of {message.num_blocks} blocks")
-        first = message.first_block - len(self.cached_block_ids)
+        first = message.first_block - self.first_block
         last = first + message.num_blocks
         if first != self.num_announced or last > len(self.written_block_ids):
             raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on arrived out of order")
@@ -268,7 +268,7 @@ class IncomingTransfers(Generic[P, A]):
         transfer.groups = groups
         answer = KVReserved(
             transfer.transfer_id,
-            [ReservedBlocks(len(group.cached_block_ids), group.written_block_ids) for group in groups],
+            [ReservedBlocks(group.first_block, group.written_block_ids) for group in groups],
         )
         proxy_id = transfer.request.proxy_id
         reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in attempt_ids]

@@ -25,6 +25,8 @@ from tandem.runtime.errors import ErrorInfo, KVTransferFailed, TandemError, Work
 P = TypeVar("P")
 """What the engine keeps of a prompt."""
 
+NO_BLOCK = -1
+"""In place of the id of a block that is not there."""
 YIELD_AFTER_S = 1.0
 """How long a computed prompt keeps its blocks for a decode worker that has none, while this worker needs blocks."""
 
@@ -35,21 +37,29 @@ class LeavingBlocks:
 
     num_blocks: int
     src_block_ids: list[int] = field(default_factory=list)
-    """Own blocks whose content is complete, from the first on."""
+    """Own blocks whose content is complete, from the first on. NO_BLOCK for one that the engine has given back: no
+    later token attends to it."""
     dst_block_ids: list[int] | None = None
-    """Blocks of the decode worker, after those that it has cached; None until it has reserved them."""
-    num_decode_cached: int = 0
+    """Blocks of the decode worker, from `first_block` on; None until it has reserved them."""
+    first_block: int = 0
+    """The first one that decode needs."""
     num_shipped: int = 0
-    """Given to the sender, or cached by decode."""
+    """Given to the sender, or not needed by decode."""
 
     def next_ship(self, pair_id: str, transfer_id: str, group: int) -> Ship | None:
-        """Returns a shipment of the blocks that are complete and not shipped yet, and counts them."""
+        """Returns a shipment of the blocks that are complete and not shipped yet, and counts them.
+
+        Raises KVTransferFailed if decode has asked for one that is not there.
+        """
         if self.dst_block_ids is None or len(self.src_block_ids) <= self.num_shipped:
             return None
-        first, ready, num_cached = self.num_shipped, len(self.src_block_ids), self.num_decode_cached
+        first, ready = self.num_shipped, len(self.src_block_ids)
+        src = self.src_block_ids[first:ready]
+        dst = self.dst_block_ids[first - self.first_block : ready - self.first_block]
+        assert len(src) == len(dst), "decode has reserved a place for each block from the first one on"
+        if NO_BLOCK in src:
+            raise KVTransferFailed(f"decode asked for block {first + src.index(NO_BLOCK)} of group {group}, now reused")
         self.num_shipped = ready
-        src, dst = self.src_block_ids[first:ready], self.dst_block_ids[first - num_cached : ready - num_cached]
-        assert len(src) == len(dst), "decode has reserved a place for each block that it has not cached"
         return Ship(pair_id, transfer_id, first, src, dst, group)
 
     @property
@@ -109,14 +119,14 @@ class OutgoingTransfer(Generic[P]):
         if len(message.groups) != len(self.groups):
             return KVTransferFailed(f"decode reserved {len(message.groups)} groups of blocks of {len(self.groups)}")
         for given, group in zip(message.groups, self.groups, strict=True):
-            num_cached, num_given = given.num_cached_blocks, len(given.block_ids)
-            if num_cached > group.num_blocks or num_given != group.num_blocks - num_cached:
-                reserved = f"{num_cached} + {num_given} blocks for a prompt of {group.num_blocks}"
+            first_block, num_given = given.first_block, len(given.block_ids)
+            if first_block > group.num_blocks or num_given != group.num_blocks - first_block:
+                reserved = f"{num_given} blocks from {first_block} on for a prompt of {group.num_blocks}"
                 return KVTransferFailed(f"decode reserved {reserved}")
         for given, group in zip(message.groups, self.groups, strict=True):
             assert group.dst_block_ids is None and not group.num_shipped, "blocks are reserved once, before any leaves"
             group.dst_block_ids = given.block_ids
-            group.num_decode_cached = group.num_shipped = given.num_cached_blocks
+            group.first_block = group.num_shipped = given.first_block
         return None
 
 
@@ -298,7 +308,11 @@ class OutgoingTransfers(Generic[P, A]):
         assert self._by_id.get(transfer.transfer_id) is transfer, "a transfer that is over has no blocks to ship"
         actions: Actions[A] = []
         for number, group in enumerate(transfer.groups):
-            if (ship := group.next_ship(transfer.pair_id, transfer.transfer_id, number)) is not None:
+            try:
+                ship = group.next_ship(transfer.pair_id, transfer.transfer_id, number)
+            except KVTransferFailed as error:
+                return actions + self.end(transfer, error)
+            if ship is not None:
                 transfer.num_ships_in_flight += 1
                 actions.append(ship)
         if transfer.computed_at is not None and transfer.has_first_tokens and not transfer.finish_sent:

@@ -56,6 +56,8 @@ def agree(
     """
     if message.version != PROTOCOL_VERSION:
         raise KVLayoutMismatch(f"protocol version differs: prefill has {message.version}, decode {PROTOCOL_VERSION}")
+    if immovable := layout.immovable or message.layout.immovable:
+        raise KVLayoutMismatch(f"the KV of this model does not move between workers: {immovable}")
     difference = layout.first_difference(message.layout)
     if difference is not None:
         field, ours, theirs = difference

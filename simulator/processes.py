@@ -455,7 +455,7 @@ class SimulatedVllmWorker(SimulatedWorker):
             pools=self.pools, pids=self.pids, block_bytes=1024, connectors=connectors, device="cpu",
             host_id=f"host {self.host}", watch_exit=lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
         )  # fmt: skip
-        facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0)
+        facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0, [shape.block_size])
         media = SimulatedMediaOrders
         return LoadedVllm("simulated vllm", self.pids[0], self.vllm, host, facts, media, {})
 

@@ -337,7 +337,9 @@ class SimulatedVllm:
         self.blocks.share(cached)
         new = self.blocks.allocate(num_new)
         request.status, request.block_table = "receiving", [*cached, *new]
-        self._allocated.append(AllocatedBlocks(request.engine_id, list(cached), new))
+        self._allocated.append(
+            AllocatedBlocks(request.engine_id, len(cached) * self.blocks.block_size, [(len(cached), new)])
+        )
         return True
 
     def _grow(self, request: VllmRequest, num_tokens: int) -> bool:
@@ -426,7 +428,7 @@ class SimulatedVllm:
             num_blocks = self.blocks.num_blocks_for(num_tokens) if is_whole else num_tokens // self.blocks.block_size
             if request.ships and request.status == "running" and num_blocks > request.num_reported:
                 request.num_reported = num_blocks
-                found.append(ComputedBlocks(request.engine_id, request.block_table[:num_blocks]))
+                found.append(ComputedBlocks(request.engine_id, [request.block_table[:num_blocks]]))
         return found
 
     def _report(

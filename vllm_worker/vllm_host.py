@@ -85,8 +85,11 @@ def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs
     )
 
 
-def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts) -> KVLayout:
-    """Returns what must be the same in both workers of a pair. rank: any of this worker's."""
+def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, prefix_block_size: int, rank: RankFacts) -> KVLayout:
+    """Returns what must be the same in both workers of a pair.
+
+    prefix_block_size: tokens of a block of vLLM's prefix cache. rank: any of this worker's.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     is_dummy, folder = config.load_format == "dummy", Path(config.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -98,24 +101,26 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
         raise ConfigError(f"the commit of {config.model} is not known; download the model into a folder")
     if is_dummy:
         identity = dummy_identity(identity, f"{ENGINE} {config.device}")
-    num_heads, size = model.get_num_kv_heads(parallel), vllm_config.cache_config.block_size
     num_ranks, order = parallel.tensor_parallel_size, vllm_config.cache_config.get_resolved_kv_cache_layout().name
+    ranks = f" on {num_ranks} ranks" if num_ranks > 1 else ""
     return KVLayout(
         model_id=f"{identity} {model.dtype}",
         dtype=rank.dtype,
-        num_layers=rank.num_layers,
-        num_kv_heads=num_heads,
-        head_dim=model.get_head_size(),
-        block_size=size,
+        # Of the rows that move. A block may be of any group of layers, so heads and their sizes say nothing of it.
+        num_layers=rank.num_regions,
+        num_kv_heads=1,
+        head_dim=rank.block_bytes // rank.num_regions,
+        block_size=prefix_block_size,
         tensor_parallel_size=num_ranks,
         # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings.
-        engine=f"{ENGINE} {order}" + (f" on {num_ranks} ranks" if num_ranks > 1 else ""),
+        engine=f"{ENGINE} {order}: {rank.groups}{ranks}",
+        immovable=rank.immovable,
         numerics=msgspec.structs.replace(
             rank.machine,
             engine=ENGINE,
             kv_dtype=rank.dtype,
             quantization=model.quantization or "",
-            kernels=f"vLLM's, blocks of {size}",
+            kernels=f"vLLM's, blocks of {vllm_config.cache_config.block_size}",
             num_threads=config.num_threads if config.device == "cpu" else 0,
             num_ranks=num_ranks,
             problem=batch_problem(config.device, bool(vllm_envs.VLLM_BATCH_INVARIANT)),
@@ -149,8 +154,8 @@ async def load_vllm(
     modules = lora_modules(config.engine) if config.adapters else {}
     max_rank = max_lora_rank(config.adapters, modules)
 
-    def open_kv(vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
-        return open_ranks(ask, partial(kv_layout, config.engine, vllm_config), config.host, keys)
+    def open_kv(vllm_config: VllmConfig, prefix_block_size: int, ask: AskRanks) -> RankKV:
+        return open_ranks(ask, partial(kv_layout, config.engine, vllm_config, prefix_block_size), config.host, keys)
 
     engine = VllmEngine(engine_arguments(config.engine, max_rank), open_kv, on_report, on_failed)
     await asyncio.wrap_future(engine.start())

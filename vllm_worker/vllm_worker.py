@@ -129,7 +129,7 @@ class VllmWorker(ServingWorker[VllmAction]):
                 host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended"), []))
         facts = loaded.facts
         scheduler = VllmScheduler(
-            facts.num_blocks, host.pools.layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_s
+            facts.num_blocks, facts.group_block_sizes, host.block_bytes, config.kv_lease_s, config.itl_slo_s
         )
         model = ServedModel(
             loaded.name,

@@ -119,7 +119,7 @@ def check_finish_transfer(message: FinishTransfer, vocab_size: int) -> None:
 def check_reserved(message: KVReserved) -> None:
     """Checks reserved block ids. The connector checks whether they exist in the peer's pool."""
     _require(1 <= len(message.groups) <= MAX_BLOCK_GROUPS, "KVReserved", "groups", "too few or too many")
-    _require(all(group.num_cached_blocks >= 0 for group in message.groups), "KVReserved", "groups", "negative")
+    _require(all(group.first_block >= 0 for group in message.groups), "KVReserved", "groups", "negative")
     ids = [block_id for group in message.groups for block_id in group.block_ids]
     in_range = all(0 <= each < 2**31 for each in ids)
     _require(in_range and len(set(ids)) == len(ids), "KVReserved", "block_ids", "negative, or a duplicate")

@@ -54,7 +54,7 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Times of finished sequences, by stage."""
 
 
-PROTOCOL_VERSION = 33
+PROTOCOL_VERSION = 34
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0

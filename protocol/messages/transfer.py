@@ -28,6 +28,9 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str = ""
     """What defines the layout beside the other fields: "tandem", or the name and version of another engine, and how it
     arranges a block."""
+    immovable: str = ""
+    """Why the worker's blocks cannot move to others; empty if they can. Then it has no pairs, and decodes what it has
+    computed."""
     numerics: Numerics = Numerics()
     """How keys and values are computed. Workers that differ in it can pair; see `kv_transfer.handshake`."""
 
@@ -121,10 +124,11 @@ class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 class ReservedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Blocks of the decode worker's pool for one group of a prompt's blocks."""
 
-    num_cached_blocks: int
-    """How many of the prompt's first blocks decode has."""
+    first_block: int
+    """Number of the first of them among the group's blocks of the prompt. Decode needs none before it: it has them
+    cached, or no later token attends to them."""
     block_ids: list[int]
-    """For the blocks after those, in order."""
+    """For that block and all after it, in order."""
 
 
 class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -187,8 +187,8 @@ PURE = (
     Mutation(
         "blocks that decode has cached are shipped as well",
         SHIPMENT,
-        "group.num_decode_cached = group.num_shipped = given.num_cached_blocks",
-        "group.num_decode_cached, group.num_shipped = given.num_cached_blocks, 0",
+        "group.first_block = group.num_shipped = given.first_block",
+        "group.first_block, group.num_shipped = given.first_block, 0",
     ),
     Mutation(
         "a new process is taken for the one that exited",

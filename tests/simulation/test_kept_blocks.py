@@ -65,7 +65,7 @@ def test_the_next_attempt_reuses_arrived_blocks(is_gone: bool) -> None:
     decode.blocks.check()
     assert decode.num_kept_blocks == 3
     second = begin(decode, "t2", "b")
-    assert second.num_cached_blocks == 3 and len(second.block_ids) == 3
+    assert second.first_block == 3 and len(second.block_ids) == 3
     assert not set(second.block_ids) & set(first.block_ids), "these blocks still belong to the old transfer"
     decode.transfers.on_received("t1", KVTransferFailed("the pair is closed"))
     arrive(decode, "t2", 0, 3, 3, "b")
@@ -104,7 +104,7 @@ def test_blocks_after_a_corrupt_one_are_not_kept() -> None:
     assert isinstance(refusal, KVRefused)
     decode.transfers.on_received("t1", None)
     assert decode.num_kept_blocks == 1
-    assert begin(decode, "t2", "b").num_cached_blocks == 1
+    assert begin(decode, "t2", "b").first_block == 1
 
 
 def test_a_partial_last_block_is_not_kept() -> None:
@@ -114,7 +114,7 @@ def test_a_partial_last_block_is_not_kept() -> None:
     arrive(decode, "t1", 0, 0, 6)
     decode.transfers.on_pair_lost("pair-a", "exited", peer_stopped=True)
     assert decode.num_kept_blocks == 5
-    assert begin(decode, "t2", "b").num_cached_blocks == 5
+    assert begin(decode, "t2", "b").first_block == 5
 
 
 def test_kept_blocks_are_not_shared_across_salts() -> None:
@@ -122,7 +122,7 @@ def test_kept_blocks_are_not_shared_across_salts() -> None:
     begin(decode, "t1", "a", salt="x")
     arrive(decode, "t1", 0, 0, 3)
     decode.transfers.on_pair_lost("pair-a", "exited", peer_stopped=True)
-    assert begin(decode, "t2", "b", salt="y").num_cached_blocks == 0
+    assert begin(decode, "t2", "b", salt="y").first_block == 0
 
 
 @pytest.mark.parametrize("has_reserved", [True, False])

@@ -38,16 +38,16 @@ _SIZES: dict[str, Any] = {
 _EVEN_IF_NONE = ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim", "num_key_value_heads")
 
 
-def make_tiny_config(family: str) -> Any:
-    """Returns a config of the transformers family with all sizes small."""
+def make_tiny_config(family: str, **sizes: Any) -> Any:
+    """Returns a config of the transformers family with all sizes small. sizes: other ones, where the family has them."""
     config_class = CONFIG_MAPPING[family]
-    return config_class(**_tiny_arguments(config_class))
+    return config_class(**_tiny_arguments(config_class, sizes))
 
 
-def _tiny_arguments(config_class: Any) -> dict[str, Any]:
+def _tiny_arguments(config_class: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     default = config_class()
     arguments: dict[str, Any] = {}
-    for name, value in _SIZES.items():
+    for name, value in {**_SIZES, **sizes}.items():
         old = getattr(default, name, None)
         if isinstance(getattr(config_class, name, None), property):
             continue
@@ -61,7 +61,7 @@ def _tiny_arguments(config_class: Any) -> dict[str, Any]:
             arguments[name] = _shortened(list(value))
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if hasattr(default, name) and getattr(default, name) is not None and hasattr(part, "model_type"):
-            arguments[name] = _tiny_arguments(type(getattr(default, name)))
+            arguments[name] = _tiny_arguments(type(getattr(default, name)), sizes)
     return arguments
 
 

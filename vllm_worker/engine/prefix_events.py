@@ -2,6 +2,10 @@
 
 vLLM reports which of its own hashes the cache has gained and lost. A request's blocks have both names when it is added;
 blocks of generated tokens follow from the block before and their tokens.
+
+A cache with several groups of layers reports each of them. One group speaks for all: that of full attention, whose
+blocks stay while others leave their windows. vLLM may find less than proxies expect then, where the blocks of a window,
+or a state, are gone.
 """
 
 from __future__ import annotations
@@ -39,9 +43,14 @@ class CollectedEvents(EventPublisher):
 
 
 class PrefixEvents:
-    """Translates events. Of the engine's thread."""
+    """Translates events. Of the engine's thread.
 
-    def __init__(self) -> None:
+    group: number of the group that speaks. num_hashes: vLLM's hashes of a request for each of its blocks.
+    """
+
+    def __init__(self, group: int, num_hashes: int) -> None:
+        self._group = group
+        self._num_hashes = num_hashes
         self._names: OrderedDict[Any, bytes] = OrderedDict()  # by vLLM's hash
         self._cached: dict[Any, bytes] = {}
 
@@ -51,7 +60,7 @@ class PrefixEvents:
 
     def name(self, vllm_hashes: Sequence[Any], hashes: Sequence[bytes]) -> None:
         """Notes the names of a request's full blocks."""
-        for theirs, ours in zip(vllm_hashes, hashes, strict=False):
+        for theirs, ours in zip(vllm_hashes[self._num_hashes - 1 :: self._num_hashes], hashes, strict=False):
             self._names[maybe_convert_block_hash(theirs)] = ours
         while len(self._names) > _MAX_NAMES:
             self._names.popitem(last=False)
@@ -62,6 +71,8 @@ class PrefixEvents:
         added: dict[bytes, None] = {}
         evicted: dict[bytes, None] = {}
         for event in events:
+            if getattr(event, "group_idx", None) not in (None, self._group):
+                continue
             match event:
                 case BlockStored():
                     for theirs, ours in self._named(event):

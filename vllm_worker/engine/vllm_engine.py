@@ -57,15 +57,15 @@ log = logging.getLogger(__name__)
 class VllmEngine:
     """Runs the engine core. Call its methods on the event loop.
 
-    open_kv: called on the engine's thread when the model is loaded; opens the KV of all ranks. post: called there with
-    each report. on_failed: called there once, with the error that has ended the engine, and the engine ids of the
-    requests in the step that failed; none if it failed outside of a step.
+    open_kv: called on the engine's thread when the model is loaded, with the tokens of a block of the prefix cache;
+    opens the KV of all ranks. post: called there with each report. on_failed: called there once, with the error that
+    has ended the engine, and the engine ids of the requests in the step that failed; none if it failed outside of one.
     """
 
     def __init__(
         self,
         arguments: EngineArgs,
-        open_kv: Callable[[VllmConfig, AskRanks], RankKV],
+        open_kv: Callable[[VllmConfig, int, AskRanks], RankKV],
         post: Callable[[StepReport], None],
         on_failed: Callable[[BaseException, list[str]], None],
     ) -> None:
@@ -78,12 +78,11 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._waiting: dict[str, Request] = {}  # for their grammars
         self._refused: list[EngineOutput] = []
-        self._progress: dict[str, int] = {}  # complete blocks of shipping requests at the last report
+        self._progress: dict[str, list[int]] = {}  # complete blocks of shipping requests, by group, at the last report
         self._num_preempted = 0
         self._ended_at: float | None = None  # of the last step, if it computed and there was work afterwards
         self._deadline = StepDeadline()
         self._pause = StepPause()
-        self._prefixes = PrefixEvents()
 
     def start(self) -> Future[None]:
         """Loads the model. The result is there when the engine can take requests; else an error of `load_error`."""
@@ -142,6 +141,7 @@ class VllmEngine:
             self._figures().num_blocks,
             config.model_config.quantization or "",
             min(self._scheduler.max_num_encoder_input_tokens, self._scheduler.encoder_cache_manager.cache_size),
+            self._connector.block_sizes,
         )
 
     @property
@@ -176,16 +176,17 @@ class VllmEngine:
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
         self._core.collective_rpc("slice_prompt_logits")
-        self._kv = self._open_kv(vllm_config, self._core.collective_rpc)
         self._scheduler: Any = self._core.scheduler
+        self._connector: TandemConnector = self._scheduler.connector
+        group, block_size = self._connector.prefix_group()
+        self._prefixes = PrefixEvents(group, block_size // self._scheduler.hash_block_size)
+        self._kv = self._open_kv(vllm_config, block_size, self._core.collective_rpc)
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         grammars = VllmGrammars(self._arguments.model, self._vocab_size, lambda: self._orders.put(_wake))
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
         self._shares = StepShares(self._scheduler, self._waiting, grammars)
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
-        self._block_size = vllm_config.cache_config.block_size
-        self._connector: TandemConnector = self._scheduler.connector
 
     def _carry_out(self) -> bool:
         """Carries out orders. Waits for one while there is nothing to do, and for a while if a step could do nothing.
@@ -291,11 +292,13 @@ class VllmEngine:
             num_given = request.num_prompt_tokens + len(request.sampling_params.extra_args[OUTPUT])
             num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, num_given)
             is_whole = num_tokens == num_given
-            num_blocks = -(-num_tokens // self._block_size) if is_whole else num_tokens // self._block_size
-            if num_blocks > num_known:
+            sizes = self._connector.block_sizes
+            num_blocks = [-(-num_tokens // size) if is_whole else num_tokens // size for size in sizes]
+            if num_blocks != num_known:
                 self._progress[engine_id] = num_blocks
-                [block_ids] = self._scheduler.kv_cache_manager.get_block_ids(engine_id)
-                found.append(ComputedBlocks(engine_id, block_ids[:num_blocks]))
+                tables = self._connector.block_tables(self._scheduler.kv_cache_manager.get_blocks(engine_id))
+                complete = [table[:num] for table, num in zip(tables, num_blocks, strict=True)]
+                found.append(ComputedBlocks(engine_id, complete))
         return found
 
     def _figures(self) -> EngineFigures:
@@ -377,7 +380,7 @@ class VllmEngine:
 
     def _begin(self, request: Request) -> None:
         if SHIPS in (request.kv_transfer_params or {}):
-            self._progress[request.request_id] = 0
+            self._progress[request.request_id] = []
         self._core.add_request(request)
 
     def _refuse(self, engine_id: str, error: TandemError) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tandem.runtime.errors import InternalError
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class _Mapped(TorchFunctionMode):
@@ -35,27 +36,51 @@ def mapped_allocation() -> Iterator[None]:
         yield
 
 
-def block_rows(kv_caches: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns all layers' KV as uint8 [num_blocks, num_layers, bytes of a block in a layer], a view.
+class Immovable(Exception):
+    """Blocks are not rows of bytes at equal distances. The text says why, and how vLLM can be told otherwise."""
 
-    kv_caches: one for each layer, [num_blocks, ...], in one allocation and at equal distances. A block is contiguous in
-    each layer. Raises InternalError for another layout.
+
+def block_rows(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> torch.Tensor:
+    """Returns vLLM's cache as uint8 [num_blocks, num_regions, bytes of a block in a region], a view.
+
+    All groups of layers take blocks from one pool and lie over each other in its memory (`KVCacheTensor`), so a block
+    moves in the same way whichever group has it: with its bytes in all regions. A region is a layer of the largest
+    group, or one head of it; there is one region where all layers of a block are side by side. kv_caches: by layer; a
+    list for one that keeps states. Raises Immovable.
     """
-    layers = list(kv_caches)
-    first, num_blocks = layers[0], layers[0].shape[0]
-    size = first.element_size()
-    places = [layer.storage_offset() * size for layer in layers]
-    distance = places[1] - places[0] if len(places) > 1 else 0
-    block_stride, block_bytes = first.stride(0) * size, first[0].numel() * size
-    is_regular = all(
-        layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and layer.shape == first.shape
-        and layer.stride() == first.stride()
-        and place == places[0] + number * distance
-        for number, (layer, place) in enumerate(zip(layers, places, strict=True))
-    )
-    span = 1 + sum((length - 1) * stride for length, stride in zip(first.shape[1:], first.stride()[1:], strict=True))
-    if not is_regular or span != first[0].numel():
-        raise InternalError("vLLM keeps the KV of this model in a layout that cannot be moved block by block")
-    pool = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
-    return pool.as_strided((num_blocks, len(layers), block_bytes), (block_stride, distance, 1), places[0])
+    places = [each for each in config.kv_cache_tensors if not each.host_resident]
+    [stride, *others] = {each.block_stride for each in places}
+    if others:
+        sizes = ", ".join(str(each) for each in sorted([stride, *others]))
+        raise Immovable(f"layers have blocks of unequal sizes ({sizes} bytes); try VLLM_KV_CACHE_LAYOUT=BLHNC")
+    region_bytes = stride * config.num_blocks
+    num_regions = places[0].size // region_bytes
+    if num_regions > 1 and any(each.offset % region_bytes or each.layer_stride % region_bytes for each in places):
+        raise Immovable("layers do not lie at equal distances")
+    first = kv_caches[places[0].layers[0]]
+    view = first[0] if isinstance(first, list) else first
+    storages = {part.untyped_storage().data_ptr() for each in kv_caches.values() for part in _parts(each)}
+    begin = view.storage_offset() * view.element_size() - places[0].offset
+    if len(storages) > 1 or begin < 0 or begin + places[0].size > view.untyped_storage().nbytes():
+        raise Immovable("vLLM keeps it in several allocations")
+    pool = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+    return pool.as_strided((config.num_blocks, num_regions, stride), (stride, region_bytes, 1), begin)
+
+
+def _parts(kv_cache: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return kv_cache if isinstance(kv_cache, list) else [kv_cache]
+
+
+def described_groups(config: KVCacheConfig) -> str:
+    """Names what must be equal in two workers for a block of one to be a block of the other."""
+    found = []
+    for group in config.transfer_groups:
+        spec = group.kv_cache_spec
+        kind = type(spec).__name__.removesuffix("Spec")
+        window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+        mode = getattr(spec, "mamba_cache_mode", "")
+        words = [f"{len(group.layer_names)} {kind}", f"blocks of {spec.block_size}"]
+        words += [f"window {window}"] if window else []
+        words += [f"mode {mode}"] if mode else []
+        found.append(", ".join(words))
+    return "; ".join(found)

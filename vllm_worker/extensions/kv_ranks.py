@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -33,7 +33,10 @@ from tandem.protocol.rank_channel import accept, connect, listen
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.runtime.processes.lifetime import die_with_parent
-from tandem.vllm_worker.extensions.kv_memory import block_rows
+from tandem.vllm_worker.extensions.kv_memory import Immovable, block_rows, described_groups
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NUMERIC_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_USE_DEEP_GEMM")
 """Environment variables by which vLLM chooses other kernels."""
@@ -45,10 +48,14 @@ class RankFacts(NamedTuple):
     pid: int
     dtype: str
     """As torch names it."""
-    num_layers: int
+    groups: str
+    """Its groups of layers (`kv_memory.described_groups`)."""
+    num_regions: int
     block_bytes: int
     machine: Numerics = Numerics()
     """What its machine and libraries decide of its arithmetic."""
+    immovable: str = ""
+    """See `KVLayout`."""
 
 
 class RankKV(NamedTuple):
@@ -76,13 +83,10 @@ class VllmRankPool(RankPool):
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         if [len(each) for each in addresses] != [1] * self.layout.tensor_parallel_size:
             raise KVPathRefused(f"the peer has no path for each of {self.layout.tensor_parallel_size} ranks")
-        num_layers, row_bytes = self.blocks.shape[1:]
-        by_layer = self.blocks.stride(1) > self.blocks.stride(0)
+        num_regions, region_block_bytes = self.blocks.shape[1:]
 
         def view(pool: torch.Tensor) -> torch.Tensor:
-            if by_layer:
-                return pool.view(num_layers, -1, row_bytes).transpose(0, 1)
-            return pool.view(-1, num_layers, row_bytes)
+            return pool.view(num_regions, -1, region_block_bytes).transpose(0, 1)
 
         peer = Peer(self._path_id(pair_id), addresses[self.rank][0], view)
         return contained_path.open_sender(connector, peer, self.blocks, self.network, on_ready)
@@ -115,12 +119,22 @@ class KVRank:
     rank: int
 
     def kv_facts(self) -> RankFacts:
-        rows, first = self._kv_rows(), self._kv_caches()[0]
-        machine = machine_numerics(first.device, first.dtype, NUMERIC_VARIABLES)
-        return RankFacts(os.getpid(), str(first.dtype).removeprefix("torch."), rows.shape[1], rows[0].numel(), machine)
+        config, kv_caches = self._kv_cache()
+        first = next(iter(kv_caches.values()))
+        view = first[0] if isinstance(first, list) else first
+        machine = machine_numerics(view.device, view.dtype, NUMERIC_VARIABLES)
+        dtype, groups = str(view.dtype).removeprefix("torch."), described_groups(config)
+        try:
+            rows = block_rows(config, kv_caches)
+        except Immovable as error:
+            block_bytes = config.kv_cache_tensors[0].size // config.num_blocks
+            return RankFacts(os.getpid(), dtype, groups, 1, block_bytes, machine, str(error))
+        return RankFacts(os.getpid(), dtype, groups, rows.shape[1], rows[0].numel(), machine)
 
     def kv_pool(self, layout: KVLayout, network: DataNetwork) -> VllmRankPool:
-        return VllmRankPool(self.rank, layout, self._kv_rows(), network)
+        """Returns the pool, without blocks if they cannot move: then no pair is opened."""
+        rows = torch.empty(0, 1, 1, dtype=torch.uint8) if layout.immovable else block_rows(*self._kv_cache())
+        return VllmRankPool(self.rank, layout, rows, network)
 
     def serve_kv_pool(self, layout: KVLayout, host: str, worker_pid: int) -> bytes:
         """Serves the transfers of a rank that has a process of its own. Returns the address for its channel.
@@ -136,14 +150,12 @@ class KVRank:
         address: bytes = listener.getsockname()
         return address
 
-    def _kv_caches(self) -> list[torch.Tensor]:
-        """One for each layer, in order."""
+    def _kv_cache(self) -> tuple[KVCacheConfig, dict[str, torch.Tensor | list[torch.Tensor]]]:
+        """Returns how vLLM has laid out its cache, and the views of its layers."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return list(get_kv_transfer_group().kv_caches.values())
-
-    def _kv_rows(self) -> torch.Tensor:
-        return block_rows(self._kv_caches())
+        connector = get_kv_transfer_group()
+        return connector.kv_cache_config, connector.kv_caches
 
 
 def _unname_shared_memory() -> None:

@@ -9,6 +9,10 @@ A request whose KV comes from another worker has `RECEIVES` in its `kv_transfer_
 blocks, which is the reservation, and lets it wait until `finished_receiving` names it. A request that is aborted
 meanwhile keeps its blocks until then, because a peer may still write to them. Likewise a request with `SHIPS` keeps its
 blocks after its end until `finished_sending` names it.
+
+Blocks come in groups of layers (`KVCacheConfig.kv_cache_groups`), each with a table of its own for each request. All
+groups take their blocks from one pool. Of a table's blocks some may not be there: those outside of a window, and all
+but the last one of layers that keep a state.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
+from tandem.handover.outgoing import NO_BLOCK
 from tandem.vllm_worker.extensions.kv_memory import mapped_allocation
 from tandem.vllm_worker.scheduler.engine_orders import AllocatedBlocks
 
@@ -38,6 +45,16 @@ if TYPE_CHECKING:
 RECEIVES, SHIPS = "tandem_receives", "tandem_ships"
 
 
+def written_blocks(table: list[int], block_size: int, num_cached: int, num_tokens: int) -> tuple[int, list[int]]:
+    """Returns the number of the first block that must be written before a request goes on, and that one and all after.
+
+    table: the request's blocks of one group. num_cached: tokens whose KV is there. num_tokens: those that are needed.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    first = max(num_cached // block_size, next((i for i, each in enumerate(table) if each != NO_BLOCK), num_blocks))
+    return min(first, num_blocks), table[first:num_blocks]
+
+
 @dataclass
 class EndedTransfers(KVConnectorMetadata):
     """Requests whose blocks nothing writes any more, and those whose blocks nothing reads any more."""
@@ -46,12 +63,16 @@ class EndedTransfers(KVConnectorMetadata):
     sent: set[str]
 
 
-class TandemConnector(KVConnectorBase_V1):
-    """Call the methods that are not vLLM's between steps, on the engine's thread."""
+class TandemConnector(KVConnectorBase_V1, SupportsHMA):
+    """Call the methods that are not vLLM's between steps, on the engine's thread.
+
+    block_sizes: tokens of a block in each group that moves.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._block_size = vllm_config.cache_config.block_size
+        self.kv_cache_config = kv_cache_config
+        self.block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
         # The scheduler's object:
         self.begun: list[str] = []
         """Requests that were scheduled, but not to receive."""
@@ -64,7 +85,7 @@ class TandemConnector(KVConnectorBase_V1):
         self.finished_receiving: set[str] = set()
         self.finished_sending: set[str] = set()
         # The model runner's object:
-        self.kv_caches: dict[str, torch.Tensor] = {}
+        self.kv_caches: dict[str, torch.Tensor | list[torch.Tensor]] = {}
 
     # ---- the scheduler's object
 
@@ -81,11 +102,10 @@ class TandemConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
             self._receiving.add(request.request_id)
-            [block_ids] = blocks.get_block_ids()
-            num_cached = (request.num_tokens - num_external_tokens) // self._block_size
-            num_blocks = -(-request.num_tokens // self._block_size)
-            cached, own = block_ids[:num_cached], block_ids[num_cached:num_blocks]
-            self.allocated.append(AllocatedBlocks(request.request_id, cached, own))
+            num_tokens, num_cached = request.num_tokens, request.num_tokens - num_external_tokens
+            tables = zip(self.block_tables(blocks), self.block_sizes, strict=True)
+            groups = [written_blocks(table, size, num_cached, num_tokens) for table, size in tables]
+            self.allocated.append(AllocatedBlocks(request.request_id, num_cached, groups))
         else:
             self.begun.append(request.request_id)
 
@@ -96,7 +116,9 @@ class TandemConnector(KVConnectorBase_V1):
         self.finished_receiving, self.finished_sending = set(), set()
         return ended
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         engine_id = request.request_id
         self._receiving.discard(engine_id)
         if engine_id not in self._shipping:
@@ -110,6 +132,19 @@ class TandemConnector(KVConnectorBase_V1):
         if engine_id in self._kept:
             self._kept.discard(engine_id)
             self.finished_sending.add(engine_id)
+
+    def prefix_group(self) -> tuple[int, int]:
+        """Returns (number, tokens of a block) of the group whose cached blocks stand for a prefix: that of full
+        attention, if there is one."""
+        groups = self.kv_cache_config.kv_cache_groups
+        is_full = [isinstance(next(iter(iter_layer_specs(group.kv_cache_spec))), FullAttentionSpec) for group in groups]
+        number = is_full.index(True) if True in is_full else 0
+        return number, groups[number].kv_cache_spec.block_size
+
+    def block_tables(self, blocks: KVCacheBlocks) -> list[list[int]]:
+        """Returns the blocks of a request in each group that moves. NO_BLOCK stands for those that are not there."""
+        groups = [blocks.blocks[number] for number in self.kv_cache_config.transfer_group_ids]
+        return [[NO_BLOCK if block.is_null else block.block_id for block in group] for group in groups]
 
     # ---- the model runner's object
 

@@ -60,18 +60,21 @@ VllmAction = HandoverAction | EngineOrder
 
 
 class AllocatedBlocks(NamedTuple):
-    """Blocks of a request whose KV comes from another worker. The prefix cache had the first ones."""
+    """Blocks of a request whose KV comes from another worker, which is needed after the tokens that are cached here."""
 
     engine_id: str
-    cached_block_ids: list[int]
-    block_ids: list[int]
+    num_cached_tokens: int
+    groups: list[tuple[int, list[int]]]
+    """For each group of vLLM's blocks: the number of the first one that must be written, and that one and all after it.
+    Those before it are cached, or outside of the window of the group's layers."""
 
 
 class ComputedBlocks(NamedTuple):
     """Blocks of a request that ships whose content is complete, from the first on."""
 
     engine_id: str
-    block_ids: list[int]
+    groups: list[list[int]]
+    """NO_BLOCK for one that has left the window of its group's layers."""
 
 
 class EngineOutput(NamedTuple):
@@ -95,6 +98,9 @@ class EngineFacts(NamedTuple):
     quantization: str
     max_item_tokens: int
     """Of an image or video."""
+    group_block_sizes: list[int]
+    """Tokens of a block in each group of layers. A layer with a state, in place of keys and values, has it in the last
+    block of its group."""
 
 
 class EngineFigures(NamedTuple):

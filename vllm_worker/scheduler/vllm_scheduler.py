@@ -10,6 +10,7 @@ reservation; vLLM keeps them until it is told that nothing more will be written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,18 +45,27 @@ _unpack = lru_cache(maxsize=1)(unpack_token_ids)
 
 @dataclass(eq=False)
 class ArrivingPrompt:
-    """A prompt whose KV has not arrived. engine_id: request that gets the KV, once it is added."""
+    """A prompt whose KV has not arrived.
+
+    engine_id: request that gets the KV, once it is added. num_cached_tokens: what the prefix cache had of the prompt
+    when blocks were allocated.
+    """
 
     request: PrepareDecode
     engine_id: str = ""
+    num_cached_tokens: int = 0
 
 
 class VllmScheduler:
-    """num_blocks: of the whole cache. block_size: tokens of a block. lease_s: see `handover.outgoing.Leases`."""
+    """num_blocks: of the whole cache, which all groups of layers share. block_sizes: tokens of a block in each group.
 
-    def __init__(self, num_blocks: int, block_size: int, block_bytes: int, lease_s: float, itl_slo_s: float) -> None:
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+    lease_s: see `handover.outgoing.Leases`.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_sizes: Sequence[int], block_bytes: int, lease_s: float, itl_slo_s: float
+    ) -> None:
+        self._block_sizes = block_sizes
         self._block_bytes = block_bytes
         self._num_added = 0
         self._streams = Streams()
@@ -121,8 +131,9 @@ class VllmScheduler:
             stream = self._new_stream(now, message, number, media, first_is_due=True, goes_on=decodes_here)
             ships = pair_id is not None and number == 0
             if ships:
-                num_blocks = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN)
-                transfer = self.outgoing.add(message, pair_id or "", stream.engine_id, [num_blocks])
+                num_tokens = len(message.token_ids) // BYTES_PER_TOKEN
+                num_blocks = [-(-num_tokens // size) for size in self._block_sizes]
+                transfer = self.outgoing.add(message, pair_id or "", stream.engine_id, num_blocks)
                 self._leaving[stream.engine_id] = transfer
             limit = message.stop.max_tokens if decodes_here else message.num_generated + 1
             actions.append(self._order(stream, limit, ships=ships))
@@ -182,8 +193,7 @@ class VllmScheduler:
             actions += self._on_allocated(allocated)
         for computed in report.computed:
             if (leaving := self._leaving.get(computed.engine_id)) is not None:
-                [blocks] = leaving.groups
-                actions += self.outgoing.on_computed(now, leaving, [computed.block_ids[: blocks.num_blocks]])
+                actions += self.outgoing.on_computed(now, leaving, computed.groups)
         batches = StepBatches()
         ended: list[VllmAction] = []
         for output in report.outputs:
@@ -195,12 +205,13 @@ class VllmScheduler:
 
     def _on_allocated(self, allocated: AllocatedBlocks) -> list[VllmAction]:
         transfer = self._arriving.get(allocated.engine_id)
-        if transfer is None or not transfer.is_waiting or transfer.request is None:
+        if transfer is None or not transfer.is_waiting or transfer.request is None or transfer.prompt is None:
             return []  # given up meanwhile: the engine has the orders that end the request
+        transfer.prompt.num_cached_tokens = allocated.num_cached_tokens
         attempt_ids = self._open_attempts(transfer.request)
         self.num_received += len(attempt_ids)
-        blocks = ArrivingBlocks(allocated.cached_block_ids, allocated.block_ids)
-        return self.incoming.on_allocated(transfer, [blocks], attempt_ids)
+        groups = [ArrivingBlocks(first, block_ids) for first, block_ids in allocated.groups]
+        return self.incoming.on_allocated(transfer, groups, attempt_ids)
 
     def _on_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
         """Ends a sequence, or all sequences of the prompt if its request moves KV for them."""
@@ -288,10 +299,10 @@ class VllmScheduler:
         request = prompt.request
         first_tokens = dict(zip(request.attempt_ids, transfer.first_token_ids, strict=True))
         num_bytes = transfer.num_arrived_blocks * self._block_bytes
-        num_tokens, num_cached = len(request.token_ids) // BYTES_PER_TOKEN, len(transfer.blocks.cached_block_ids)
+        num_tokens = len(request.token_ids) // BYTES_PER_TOKEN
         self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached * self._block_size
-        self.num_received_tokens += num_tokens - num_cached * self._block_size
+        self.num_cached_tokens += prompt.num_cached_tokens
+        self.num_received_tokens += num_tokens - prompt.num_cached_tokens
         receiver_token = first_tokens[request.attempt_ids[0]]
         others: list[VllmAction] = []
         receiver_goes_on = False
@@ -333,10 +344,7 @@ class VllmScheduler:
             return InternalError(f"transfer {message.transfer_id} exists already")
         if len(self._streams) >= MAX_HELD_SEQUENCES:
             return Overloaded("this worker has too many sequences")
-        needed = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN + 1)
-        if needed > self._num_blocks:
-            return InternalError(f"the prompt needs {needed} KV blocks, this worker has {self._num_blocks}")
-        return None
+        return None  # any prompt has room: vLLM starts only with blocks for one of the model's length
 
     def _refuse(self, message: PromptMessage, error: TandemError) -> list[VllmAction]:
         return [
@@ -393,9 +401,6 @@ class VllmScheduler:
             ships,
             stream.media,
         )
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
 
     def _running_transfer(self, message: PromptMessage) -> OutgoingTransfer[str] | None:
         """Returns the transfer that ships a prompt, unless it has ended."""

@@ -160,7 +160,6 @@ def moved(driver: EngineDriver) -> dict[str, Any]:
 
     Without generated tokens, and with so many that they need a block more than the prompt.
     """
-    rows = driver.rows
     found: dict[str, Any] = {}
     for name, (sampling, stop) in CASES.items():
         tokens = prompt(99, 150)
@@ -176,15 +175,15 @@ def moved(driver: EngineDriver) -> dict[str, Any]:
             target = driver.add(tokens, stop=stop, receives=True, cache_salt="target", **given)
             driver.wait(lambda target=target: target in driver.allocated)
             blocks = driver.allocated[target]
-            num_cached = len(blocks.cached_block_ids)
-            rows[blocks.block_ids] = rows[driver.computed[source][num_cached:]]
+            [(num_cached, written)] = blocks.groups
+            driver.copy_blocks(source, target)
             driver.engine.on_received(target, first)
             driver.engine.end_shipping(source)
             found[f"{name} after {num_generated}"] = {
                 "whole": whole,
                 "moved": [*generated, first, *driver.result(target)],
                 "num_cached": num_cached,
-                "num_blocks": num_cached + len(blocks.block_ids),
+                "num_blocks": num_cached + len(written),
                 "all_free": driver.all_free(),
             }
     return found

@@ -9,10 +9,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 
+from tandem.handover.outgoing import NO_BLOCK
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.packed import pack_token_ids, unpack_token_ids
@@ -31,7 +34,7 @@ BLOCK_SIZE = 32
 class EngineDriver:
     """An engine with a small cache, which computes prompts in chunks of 64 tokens and at most four requests at once."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, **settings: Any) -> None:
         self.outputs: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.prompt_logprobs: dict[str, list[bytes]] = {}
@@ -40,7 +43,7 @@ class EngineDriver:
         self.endings: dict[str, str] = {}
         self.begun: set[str] = set()
         self.allocated: dict[str, AllocatedBlocks] = {}
-        self.computed: dict[str, list[int]] = {}
+        self.computed: dict[str, list[list[int]]] = {}
         self.added: list[bytes] = []
         self.evicted: list[bytes] = []
         self.figures = EngineFigures()
@@ -55,6 +58,7 @@ class EngineDriver:
             max_num_batched_tokens=64,
             max_num_seqs=4,
         )
+        self.config = msgspec.structs.replace(self.config, **settings)
         self.engine = VllmEngine(engine_arguments(self.config, 0), self._open_kv, self._on_report, self._on_failed)
         self.engine.start().result()
 
@@ -130,13 +134,19 @@ class EngineDriver:
         with self._changed:
             return self._changed.wait_for(lambda: self.figures.num_free_blocks == self.figures.num_blocks, 10.0)
 
-    @staticmethod
-    def hashes(token_ids: list[int], cache_salt: str = "") -> list[bytes]:
-        return BlockHasher(BLOCK_SIZE, "model", cache_salt).prompt_hashes(pack_token_ids(token_ids))
+    def hashes(self, token_ids: list[int], cache_salt: str = "") -> list[bytes]:
+        return BlockHasher(self.block_size, "model", cache_salt).prompt_hashes(pack_token_ids(token_ids))
 
-    def _open_kv(self, vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
+    def copy_blocks(self, source: str, target: str) -> None:
+        """Copies what a request needs that receives, from one that has shipped."""
+        for (first, block_ids), computed in zip(self.allocated[target].groups, self.computed[source], strict=True):
+            assert NO_BLOCK not in computed[first:] and len(computed) == first + len(block_ids)
+            self.rows[block_ids] = self.rows[computed[first:]]
+
+    def _open_kv(self, vllm_config: VllmConfig, block_size: int, ask: AskRanks) -> RankKV:
+        self.block_size = block_size
         [self.rank_facts] = ask("kv_facts")
-        kv = open_ranks(ask, partial(kv_layout, self.config, vllm_config), "127.0.0.1", None)
+        kv = open_ranks(ask, partial(kv_layout, self.config, vllm_config, block_size), "127.0.0.1", None)
         [pool] = ask("kv_pool", None, (kv.pools.layout, DataNetwork("127.0.0.1")))
         self.rows: torch.Tensor = pool.blocks
         return kv
@@ -145,7 +155,7 @@ class EngineDriver:
         with self._changed:
             self.begun.update(report.begun)
             self.allocated.update({each.engine_id: each for each in report.allocated})
-            self.computed.update({each.engine_id: each.block_ids for each in report.computed})
+            self.computed.update({each.engine_id: each.groups for each in report.computed})
             self.added += report.added
             self.evicted += report.evicted
             self.figures = report.figures

@@ -21,7 +21,7 @@ CACHED, WRITTEN = [1, 2], [10, 11, 12, 13, 14]
 
 
 def reserved(num_sequences: int = 1) -> IncomingTransfer[str]:
-    blocks = ArrivingBlocks(list(CACHED), list(WRITTEN))
+    blocks = ArrivingBlocks(len(CACHED), list(WRITTEN))
     return IncomingTransfer("t", request(num_sequences), "prompt", "pair", groups=[blocks])
 
 

@@ -79,7 +79,7 @@ def shown(action: Any) -> str:
         case SendToProxy(_, DecodeReserved(attempt_id)):
             return f"proxy: reserved {attempt_id}"
         case SendToPeer(pair_id, KVReserved(name, groups)):
-            each = [f"{group.num_cached_blocks} cached, {listed(group.block_ids)}" for group in groups]
+            each = [f"from {group.first_block}, {listed(group.block_ids)}" for group in groups]
             return f"{pair_id}: KVReserved {name}: {'; '.join(each)}"
         case SendToPeer(pair_id, KVRefused(name, error)):
             return f"{pair_id}: KVRefused {name}: {error.code}: {error.message}"
@@ -114,12 +114,12 @@ def incoming() -> Play:
             return [Call("refuse", name, error)]
         return transfers.on_prepare(request, "prompt")
 
-    def allocated(name: str, cached: str, written: str) -> list[Any]:
+    def allocated(name: str, first: str, written: str) -> list[Any]:
         transfer = transfers.get(name)
         assert transfer is not None and transfer.request is not None
         groups = [
-            ArrivingBlocks(numbers(one), numbers(two))
-            for one, two in zip(cached.split("/"), written.split("/"), strict=True)
+            ArrivingBlocks(int(one), numbers(two))
+            for one, two in zip(first.split("/"), written.split("/"), strict=True)
         ]
         return transfers.on_allocated(transfer, groups, transfer.request.attempt_ids)
 

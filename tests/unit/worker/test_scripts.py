@@ -161,7 +161,7 @@ class ScriptedWorker:
         transfers, prompt = self._scheduler.decode.transfers, self._prompts[name]
         num_tokens, transfer = len(prompt.token_ids) // BYTES_PER_TOKEN, transfers.get(name)
         assert transfer is not None
-        num_cached, num_written = len(transfer.blocks.cached_block_ids), len(transfer.blocks.written_block_ids)
+        num_cached, num_written = transfer.blocks.first_block, len(transfer.blocks.written_block_ids)
         actions = transfers.on_ship(ShipKV(pair_id, self._num_ships, name, num_cached, num_written))
         self._num_ships += 1
         actions += transfers.on_received(name, None)
