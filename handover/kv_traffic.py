@@ -60,7 +60,7 @@ from tandem.protocol.messages.transfer import (
     ToPrefillPeer,
 )
 from tandem.protocol.messaging import MessageDealer, Network
-from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost, first_line
+from tandem.runtime.errors import ErrorInfo, InvalidMessage, KVTransferFailed, WorkerLost, first_line
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 
@@ -226,7 +226,12 @@ class KVTraffic(Generic[A]):
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
-                check_finish_transfer(message, vocab_size)
+                try:
+                    check_finish_transfer(message, vocab_size)
+                except InvalidMessage as error:
+                    if (transfer := self._receiving.get(message.transfer_id)) is not None:
+                        self._perform(self._receiving.fail(transfer, KVTransferFailed(error.message)))
+                    raise
                 self._perform(self._receiving.on_finish_transfer(message))
             case CloseTransfer():
                 self._perform(self._receiving.on_close_transfer(message.transfer_id))
@@ -252,7 +257,12 @@ class KVTraffic(Generic[A]):
         """Handles a message about KV that goes out."""
         match message:
             case KVReserved():
-                check_reserved(message)
+                try:
+                    check_reserved(message)
+                except InvalidMessage as error:  # nobody else would end the transfer: decode renews its lease
+                    refused = ErrorInfo.of(KVTransferFailed(error.message))
+                    self._perform(self._sending.on_refused(message.transfer_id, refused))
+                    raise
                 self._perform(self._sending.on_reserved(message))
             case KVRefused():
                 self._perform(self._sending.on_refused(message.transfer_id, message.error))

@@ -162,6 +162,9 @@ async def load_vllm(
     if config.adapters and config.engine.device == "cpu":
         log.warning("on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
     pids, block_bytes, pools = engine.kv
+    if pools.layout.immovable and config.role != "any":
+        reason = f"the KV of this model does not move between workers: {pools.layout.immovable}"
+        raise ConfigError(f"{reason}; let each worker decode what it computes: --workers N")
 
     def open_media(network: Network, add: Callable[[AddRequest], None]) -> VllmMedia:
         remote = RemoteMedia(network, config.max_fetched_media_bytes)

@@ -39,7 +39,10 @@ _EVEN_IF_NONE = ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim", "nu
 
 
 def make_tiny_config(family: str, **sizes: Any) -> Any:
-    """Returns a config of the transformers family with all sizes small. sizes: other ones, where the family has them."""
+    """Returns a config of the transformers family with all sizes small.
+
+    sizes: other ones, for fields that the family has.
+    """
     config_class = CONFIG_MAPPING[family]
     return config_class(**_tiny_arguments(config_class, sizes))
 
@@ -54,7 +57,10 @@ def _tiny_arguments(config_class: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         if old is not None or (name in _EVEN_IF_NONE and hasattr(default, name)):
             arguments[name] = type(value)(value) if not isinstance(old, list) else [value] * NUM_LAYERS
     if hasattr(default, "kv_lora_rank"):  # latent attention: head_dim is the rotary dimension, every head has keys
-        arguments |= {"head_dim": _SIZES["qk_rope_head_dim"], "num_key_value_heads": _SIZES["num_attention_heads"]}
+        arguments |= {
+            "head_dim": sizes.get("qk_rope_head_dim", _SIZES["qk_rope_head_dim"]),
+            "num_key_value_heads": _SIZES["num_attention_heads"],
+        }
     num_layers = getattr(default, "num_hidden_layers", None)
     for name, value in vars(default).items():
         if isinstance(value, list | tuple) and len(value) == num_layers and num_layers:

@@ -179,7 +179,7 @@ class VllmEngine:
         self._scheduler: Any = self._core.scheduler
         self._connector: TandemConnector = self._scheduler.connector
         group, block_size = self._connector.prefix_group()
-        self._prefixes = PrefixEvents(group, block_size // self._scheduler.hash_block_size)
+        self._prefixes = PrefixEvents(group, max(1, block_size // self._scheduler.hash_block_size))
         self._kv = self._open_kv(vllm_config, block_size, self._core.collective_rpc)
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()

@@ -117,12 +117,13 @@ class KVRank:
     """Mixed into vLLM's worker class, of which every rank has an object."""
 
     rank: int
+    model_config: Any
 
     def kv_facts(self) -> RankFacts:
         config, kv_caches = self._kv_cache()
         first = next(iter(kv_caches.values()))
         view = first[0] if isinstance(first, list) else first
-        machine = machine_numerics(view.device, view.dtype, NUMERIC_VARIABLES)
+        machine = machine_numerics(view.device, self.model_config.dtype, NUMERIC_VARIABLES)
         dtype, groups = str(view.dtype).removeprefix("torch."), described_groups(config)
         try:
             rows = block_rows(config, kv_caches)

@@ -1,6 +1,7 @@
-"""Computes prompts of one model as a whole and with KV that moves: `python family_checks.py MODEL LENGTHS FILE`.
+"""Computes prompts of one model as a whole and with KV that moves: `family_checks.py MODEL SETTINGS LENGTHS FILE`.
 
-Runs in vLLM's interpreter, with one engine on both sides of the hand-over. LENGTHS: of prompts, by commas.
+Runs in vLLM's interpreter, with one engine on both sides of the hand-over. SETTINGS: of the engine, as JSON. LENGTHS:
+of prompts, as JSON.
 """
 
 from __future__ import annotations
@@ -22,43 +23,39 @@ NUM_TOKENS = 40
 """Of each answer: more than a block."""
 
 
-def moved(driver: EngineDriver, tokens: list[int], cached: int, salt: str) -> dict[str, Any]:
-    """Computes a prompt as one request and goes on as another one. cached: tokens that the other one has before."""
+def alone_and_moved(driver: EngineDriver, tokens: list[int], num_before: int) -> dict[str, Any]:
+    """Returns the answer to a prompt of one request, and that of a request which goes on with another one's KV.
+
+    num_before: tokens of the prompt that were computed before where the answer is decoded.
+    """
+    salt, stop = f"{len(tokens)} {num_before}", StopConditions(NUM_TOKENS)
+    if num_before:
+        for where in ("alone", "target"):
+            driver.run(tokens[:num_before], stop=StopConditions(1), cache_salt=f"{where} {salt}")
+    alone = driver.run(tokens, stop=stop, cache_salt=f"alone {salt}")
     source = driver.add(tokens, stop=StopConditions(1), ships=True, cache_salt=f"source {salt}")
     [first] = driver.result(source)
-    if cached:
-        driver.run(tokens[:cached], stop=StopConditions(1), cache_salt=f"target {salt}")
-    target = driver.add(tokens, stop=StopConditions(NUM_TOKENS), receives=True, cache_salt=f"target {salt}")
+    target = driver.add(tokens, stop=stop, receives=True, cache_salt=f"target {salt}")
     driver.wait(lambda: target in driver.allocated)
     blocks = driver.allocated[target]
     driver.copy_blocks(source, target)
     driver.engine.on_received(target, first)
     driver.engine.end_shipping(source)
     found = [first, *driver.result(target)]
-    return {"tokens": found, "num_cached": blocks.num_cached_tokens, "groups": blocks.groups}
+    return {"alone": alone, "moved": found, "num_cached": blocks.num_cached_tokens, "groups": blocks.groups}
 
 
 def main() -> None:
-    model, lengths, file = sys.argv[1:]
-    draw = random.Random(7)
-    cases, driver = [], EngineDriver(model, kv_cache_bytes=256 << 20, max_model_len=1024)
-    for length in map(int, lengths.split(",")):
+    model, settings, lengths, file = sys.argv[1:]
+    draw, cases = random.Random(7), []
+    driver = EngineDriver(model, **json.loads(settings))
+    for length in json.loads(lengths):
         tokens = [draw.randrange(3, 2000) for _ in range(length)]
-        whole = driver.run(tokens, stop=StopConditions(NUM_TOKENS), cache_salt=f"whole {length}")
-        again = driver.run(tokens, stop=StopConditions(NUM_TOKENS), cache_salt=f"whole {length}")
-        parts = {
-            str(cached): moved(driver, tokens, cached, f"{length} {cached}")
-            for cached in (0, length // 2, length - 1)
-            if cached < length
-        }
-        cases.append({"length": length, "whole": whole, "after a hit": again, "moved": parts})
-        assert driver.all_free(), "blocks are lost"
+        for num_before in (0, length // 2, length - 1):
+            cases.append({"length": length, "num_before": num_before, **alone_and_moved(driver, tokens, num_before)})
     facts = driver.rank_facts
-    Path(file).write_text(
-        json.dumps(
-            {"groups": facts.groups, "immovable": facts.immovable, "block_size": driver.block_size, "cases": cases}
-        )
-    )
+    found = {"groups": facts.groups, "immovable": facts.immovable, "all_free": driver.all_free(), "cases": cases}
+    Path(file).write_text(json.dumps(found))
     os._exit(0)  # vLLM's own end takes seconds
 
 

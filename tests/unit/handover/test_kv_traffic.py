@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tandem.handover.actions import Receive, Ship
+from tandem.handover.incoming import IncomingTransfer
 from tandem.handover.kv_traffic import KVTraffic
-from tandem.protocol.messages.transfer import ShipKV
-from tandem.runtime.errors import KVTransferFailed
+from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReservedBlocks, ShipKV
+from tandem.runtime.errors import InvalidMessage, KVTransferFailed
 
 BROKEN = KVTransferFailed("the path broke")
 
@@ -149,3 +150,24 @@ async def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(di
     [error] = raised
     assert isinstance(error, AssertionError), "it is logged"
     assert [call[:2] for call in calls if call[0] == "pair fails"] == [("pair fails", "pair")]
+
+
+async def test_an_answer_that_is_refused_ends_its_transfer() -> None:
+    """Decode renews the lease of what it has reserved, so nothing else would end it before the request's deadline."""
+    made = Traffic()
+    made.traffic._sending.on_refused = lambda name, error: made.calls.append(("refused", name, error.message))  # type: ignore[method-assign]
+    with pytest.raises(InvalidMessage):
+        made.traffic._on_answer(KVReserved("t", [ReservedBlocks(0, [0, 0, 5])]))
+    [(what, name, reason)] = made.calls
+    assert (what, name) == ("refused", "t") and "duplicate" in reason
+
+
+async def test_an_end_that_is_refused_ends_its_transfer() -> None:
+    made = Traffic()
+    transfer: IncomingTransfer[str] = IncomingTransfer("t", pair_id="pair")
+    made.traffic._receiving.get = lambda name: transfer  # type: ignore[method-assign]
+    made.traffic._receiving.fail = lambda *failed: made.calls.append(failed)  # type: ignore[method-assign,assign,func-returns-value]
+    with pytest.raises(InvalidMessage):
+        made.traffic.on_message(FinishTransfer("t", 3, [-1]), vocab_size=10)
+    [(failed, error)] = made.calls
+    assert failed is transfer and "first_token_ids" in error.message

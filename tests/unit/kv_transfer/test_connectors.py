@@ -259,7 +259,9 @@ def test_handshake_chooses() -> None:
     assert agree(offer(connectors=["gloo"]), LAYOUT, host_id(), "cpu", both) == "gloo"
 
 
-@pytest.mark.parametrize("field", [each for each in KVLayout.__struct_fields__ if each != "numerics"])
+@pytest.mark.parametrize(
+    "field", [each for each in KVLayout.__struct_fields__ if each not in ("numerics", "immovable")]
+)
 def test_handshake_names_the_field_that_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
@@ -267,6 +269,14 @@ def test_handshake_names_the_field_that_differs(field: str) -> None:
     with pytest.raises(KVLayoutMismatch, match=shown) as caught:
         agree(offer(layout=other), LAYOUT, host_id(), "cpu", named("ipc"))
     assert str(getattr(LAYOUT, shown)) in caught.value.message and str(getattr(other, shown)) in caught.value.message
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_handshake_refuses_what_does_not_move_with_the_reason(is_own: bool) -> None:
+    fixed = msgspec.structs.replace(LAYOUT, immovable="blocks of unequal sizes")
+    ours, theirs = (fixed, LAYOUT) if is_own else (LAYOUT, fixed)
+    with pytest.raises(KVLayoutMismatch, match="does not move between workers: blocks of unequal sizes"):
+        agree(offer(layout=theirs), ours, host_id(), "cpu", named("ipc"))
 
 
 def test_handshake_refuses_another_type_of_the_cache_and_names_both() -> None:

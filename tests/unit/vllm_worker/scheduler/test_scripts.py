@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,11 +70,11 @@ NUM_BLOCKS, BLOCK_SIZE, BLOCK_BYTES, LEASE_S, ITL_SLO_S = 100, 4, 1000, 10.0, 0.
 
 
 class ScriptedVllmWorker:
-    def __init__(self, held: str | None = None) -> None:
+    def __init__(self, held: str | None = None, block_sizes: Sequence[int] = (BLOCK_SIZE,)) -> None:
         self._held = MAX_HELD_SEQUENCES if held is None else int(held)
         self._now = 0.0
         self._num_ships = 0
-        self._scheduler = VllmScheduler(NUM_BLOCKS, BLOCK_SIZE, BLOCK_BYTES, LEASE_S, ITL_SLO_S)
+        self._scheduler = VllmScheduler(NUM_BLOCKS, block_sizes, BLOCK_BYTES, LEASE_S, ITL_SLO_S)
 
     def play(self, event: str) -> list[str]:
         with patch.object(vllm_scheduler, "MAX_HELD_SEQUENCES", self._held):
@@ -90,7 +91,8 @@ class ScriptedVllmWorker:
         actions: list[Any] = []
         match words.words:
             case ["worker"]:
-                self.__init__(words.options.get("held"))
+                sizes = words.options.get("block_sizes", str(BLOCK_SIZE))
+                self.__init__(words.options.get("held"), [*map(int, sizes.split("/"))])
             case "start", *attempts:
                 pair_id = words.options.pop("pair", None)
                 request = StartPrefill(**_fields(attempts, **words.options), decode_worker_id="d", decode_epoch="e")
@@ -105,7 +107,9 @@ class ScriptedVllmWorker:
             case "ship", name, first, count:
                 transfer = incoming.get(name)
                 assert transfer is not None and transfer.pair_id is not None
-                actions = incoming.on_ship(ShipKV(transfer.pair_id, self._num_ships, name, int(first), int(count)))
+                group = int(words.options.get("group", 0))
+                shipped = ShipKV(transfer.pair_id, self._num_ships, name, int(first), int(count), group=group)
+                actions = incoming.on_ship(shipped)
                 self._num_ships += 1
             case "received", name:
                 actions = incoming.on_received(name, None)
@@ -115,8 +119,11 @@ class ScriptedVllmWorker:
                 actions = incoming.on_close_transfer(name)
             case "pair", "lost", pair_id:
                 actions = incoming.on_pair_lost(pair_id, "it broke", has_stopped)
-            case "reserved", name, num_cached, blocks:
-                actions = outgoing.on_reserved(KVReserved(name, [ReservedBlocks(int(num_cached), numbers(blocks))]))
+            case "reserved", name, first, blocks:
+                pairs = zip(first.split("/"), blocks.split("/"), strict=True)
+                actions = outgoing.on_reserved(
+                    KVReserved(name, [ReservedBlocks(int(one), numbers(two)) for one, two in pairs])
+                )
             case "refused", name:
                 actions = outgoing.on_refused(name, ErrorInfo.of(Overloaded("no room")))
             case "shipped", name:
@@ -152,9 +159,12 @@ class ScriptedVllmWorker:
                 case "begun", engine_id:
                     report.begun.append(engine_id)
                 case "computed", engine_id, blocks:
-                    report.computed.append(ComputedBlocks(engine_id, numbers(blocks)))
-                case "allocated", engine_id, cached, written:
-                    report.allocated.append(AllocatedBlocks(engine_id, numbers(cached), numbers(written)))
+                    groups = [numbers(each) for each in blocks.split("/")]
+                    report.computed.append(ComputedBlocks(engine_id, groups))
+                case "allocated", engine_id, first, written:
+                    pairs = zip(first.split("/"), written.split("/"), strict=True)
+                    given = [(int(one), numbers(two)) for one, two in pairs]
+                    report.allocated.append(AllocatedBlocks(engine_id, given[0][0] * BLOCK_SIZE, given))
                 case "token", engine_id, *words:
                     reasons: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
                     reason = reasons.get(words[-1])
@@ -254,7 +264,7 @@ def machine_of(file: Path) -> Play:
 
 def test_sequences_of_a_prompt_share_its_numbers() -> None:
     """128 sequences of 300,000 tokens had 128 copies of them."""
-    scheduler = VllmScheduler(NUM_BLOCKS, BLOCK_SIZE, BLOCK_BYTES, LEASE_S, ITL_SLO_S)
+    scheduler = VllmScheduler(NUM_BLOCKS, [BLOCK_SIZE], BLOCK_BYTES, LEASE_S, ITL_SLO_S)
     orders = scheduler.on_start(0.0, start(["a", "b", "c"], 350), None, True)
     first, *others = [order.token_ids for order in orders if isinstance(order, AddRequest)]
     assert all(one is other for each in others for one, other in zip(first, each, strict=True))
