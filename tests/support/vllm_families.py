@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,13 +29,14 @@ NO_CACHING = {"enable_prefix_caching": False}
 _MAMBA_HEADS = {"mamba_n_heads": 16, "mamba_d_head": 16}
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True)
+class Family:
     """sizes: fields that differ from SIZES. settings: of the engine. lengths: of prompts, around the bounds of blocks
     and windows."""
 
     kind: str
-    sizes: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    sizes: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = (3, 31, 32, 33, 64, 95, 96, 97, 129, 200, 333)
 
 
@@ -61,8 +63,8 @@ FAMILIES = {
     "qwen3_next": Family(
         "gated delta rule and attention, experts",
         {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 2048},
-        (3, 64, 65, 333, 1055, 1056, 1057, 1300, 2200),
+        {"dtype": "bfloat16", "max_model_len": 2048, "max_num_batched_tokens": 1100},
+        (3, 64, 65, 333, 1055, 1056, 1057, 1300, 1900),
     ),
 }
 
@@ -72,8 +74,8 @@ def make_family(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     sizes = FAMILIES[name].sizes
     config = make_tiny_config(name, **SIZES | sizes)
-    for field, value in sizes.items():  # also where the family's own default is None
-        setattr(config, field, value)
+    for each, value in sizes.items():  # also where the family's own default is None
+        setattr(config, each, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = folder / name
     model.save_pretrained(path)

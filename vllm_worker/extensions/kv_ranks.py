@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -151,7 +151,7 @@ class KVRank:
         address: bytes = listener.getsockname()
         return address
 
-    def _kv_cache(self) -> tuple[KVCacheConfig, dict[str, torch.Tensor | list[torch.Tensor]]]:
+    def _kv_cache(self) -> tuple[KVCacheConfig, Mapping[str, torch.Tensor | list[torch.Tensor]]]:
         """Returns how vLLM has laid out its cache, and the views of its layers."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 

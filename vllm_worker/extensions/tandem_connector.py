@@ -18,6 +18,7 @@ but the last one of layers that keep a state.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.finished_receiving: set[str] = set()
         self.finished_sending: set[str] = set()
         # The model runner's object:
-        self.kv_caches: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+        self.kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]] = {}
 
     # ---- the scheduler's object
 

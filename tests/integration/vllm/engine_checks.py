@@ -116,7 +116,7 @@ def layouts(driver: EngineDriver) -> list[dict[str, Any]]:
         config.parallel_config.tensor_parallel_size = num_ranks
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.kv_cache_layout = name
-        found.append(msgspec.to_builtins(kv_layout(driver.config, config, driver.rank_facts)))
+        found.append(msgspec.to_builtins(kv_layout(driver.config, config, driver.block_size, driver.rank_facts)))
     return found
 
 

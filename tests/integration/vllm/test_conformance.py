@@ -77,14 +77,14 @@ def test_blocks_are_rows_of_a_file_that_peers_can_map(found: dict[str, Any]) -> 
 
 def test_workers_that_arrange_blocks_differently_do_not_pair(found: dict[str, Any]) -> None:
     ours, theirs, split = (msgspec.convert(each, KVLayout) for each in found["layouts"])
-    assert (ours.num_kv_heads, ours.head_dim) == (KV_HEADS, HEAD_DIM)
+    assert (ours.num_layers, ours.head_dim) == (LAYERS, 32 * KV_HEADS * 2 * HEAD_DIM * FLOAT_BYTES), "rows of bytes"
     offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "d", "pair", theirs, "here", "cpu", ["ipc"])
     connectors = {"ipc": load_connector("ipc")}
-    reason = f"prefill has vllm {VLLM_VERSION} LBNHC, decode has vllm {VLLM_VERSION} LBHNC"
+    groups = f"{LAYERS} FullAttention, blocks of 32"
+    reason = f"prefill has vllm {VLLM_VERSION} LBNHC: {groups}, decode has vllm {VLLM_VERSION} LBHNC: {groups}"
     with pytest.raises(KVLayoutMismatch, match=f"KV layout differs in engine: {reason}"):
         agree(offer, ours, "here", "cpu", connectors)
-    assert (split.num_kv_heads, split.total_kv_heads) == (KV_HEADS // 2, KV_HEADS)
-    with pytest.raises(KVLayoutMismatch, match=r"in engine: prefill has (vllm \S+ LBHNC) on 2 ranks, decode has \1$"):
+    with pytest.raises(KVLayoutMismatch, match=r"in engine: prefill has (vllm .*) on 2 ranks, decode has \1$"):
         agree(msgspec.structs.replace(offer, layout=split), ours, "here", "cpu", connectors)
     assert agree(msgspec.structs.replace(offer, layout=ours), ours, "here", "cpu", connectors) == "ipc"
 

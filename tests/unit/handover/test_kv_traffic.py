@@ -42,8 +42,13 @@ class Traffic:
             _receiving=SimpleNamespace(
                 on_received=lambda name, error: self.calls.append(("received", name, error)),
                 on_corrupt=lambda name, error: self.calls.append(("corrupt", name, error.message)),
+                get=lambda name: IncomingTransfer(name, pair_id="pair"),
+                fail=lambda transfer, error: self.calls.append(("fails", transfer.transfer_id, error.message)),
             ),
-            _sending=SimpleNamespace(on_shipped=lambda name, error: self.calls.append(("shipped", name, error))),
+            _sending=SimpleNamespace(
+                on_shipped=lambda name, error: self.calls.append(("shipped", name, error)),
+                on_refused=lambda name, error: self.calls.append(("refused", name, error.message)),
+            ),
             _incoming=SimpleNamespace(
                 receive=lambda pair_id, block_ids, done: self.jobs.append(done),
                 fail=lambda *failed: self.calls.append(("pair fails", *failed)),
@@ -155,7 +160,6 @@ async def test_an_assertion_about_a_transfer_ends_its_pair_and_not_the_worker(di
 async def test_an_answer_that_is_refused_ends_its_transfer() -> None:
     """Decode renews the lease of what it has reserved, so nothing else would end it before the request's deadline."""
     made = Traffic()
-    made.traffic._sending.on_refused = lambda name, error: made.calls.append(("refused", name, error.message))  # type: ignore[method-assign]
     with pytest.raises(InvalidMessage):
         made.traffic._on_answer(KVReserved("t", [ReservedBlocks(0, [0, 0, 5])]))
     [(what, name, reason)] = made.calls
@@ -164,10 +168,7 @@ async def test_an_answer_that_is_refused_ends_its_transfer() -> None:
 
 async def test_an_end_that_is_refused_ends_its_transfer() -> None:
     made = Traffic()
-    transfer: IncomingTransfer[str] = IncomingTransfer("t", pair_id="pair")
-    made.traffic._receiving.get = lambda name: transfer  # type: ignore[method-assign]
-    made.traffic._receiving.fail = lambda *failed: made.calls.append(failed)  # type: ignore[method-assign,assign,func-returns-value]
     with pytest.raises(InvalidMessage):
         made.traffic.on_message(FinishTransfer("t", 3, [-1]), vocab_size=10)
-    [(failed, error)] = made.calls
-    assert failed is transfer and "first_token_ids" in error.message
+    [(what, name, reason)] = made.calls
+    assert (what, name) == ("fails", "t") and "first_token_ids" in reason
