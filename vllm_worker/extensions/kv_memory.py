@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tandem.handover.outgoing import NO_BLOCK
+
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -84,3 +86,13 @@ def described_groups(config: KVCacheConfig) -> str:
         words += [f"mode {mode}"] if mode else []
         found.append(", ".join(words))
     return "; ".join(found)
+
+
+def written_blocks(table: list[int], block_size: int, num_cached: int, num_tokens: int) -> tuple[int, list[int]]:
+    """Returns the number of the first block that must be written before a request goes on, and that one and all after.
+
+    table: the request's blocks of one group. num_cached: tokens whose KV is there. num_tokens: those that are needed.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    first = max(num_cached // block_size, next((i for i, each in enumerate(table) if each != NO_BLOCK), num_blocks))
+    return min(first, num_blocks), table[first:num_blocks]

@@ -35,7 +35,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
 from tandem.handover.outgoing import NO_BLOCK
-from tandem.vllm_worker.extensions.kv_memory import mapped_allocation
+from tandem.vllm_worker.extensions.kv_memory import mapped_allocation, written_blocks
 from tandem.vllm_worker.scheduler.engine_orders import AllocatedBlocks
 
 if TYPE_CHECKING:
@@ -44,16 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 RECEIVES, SHIPS = "tandem_receives", "tandem_ships"
-
-
-def written_blocks(table: list[int], block_size: int, num_cached: int, num_tokens: int) -> tuple[int, list[int]]:
-    """Returns the number of the first block that must be written before a request goes on, and that one and all after.
-
-    table: the request's blocks of one group. num_cached: tokens whose KV is there. num_tokens: those that are needed.
-    """
-    num_blocks = -(-num_tokens // block_size)
-    first = max(num_cached // block_size, next((i for i, each in enumerate(table) if each != NO_BLOCK), num_blocks))
-    return min(first, num_blocks), table[first:num_blocks]
 
 
 @dataclass
