@@ -95,6 +95,8 @@ class EngineFacts(NamedTuple):
     quantization: str
     max_item_tokens: int
     """Of an image or video."""
+    speculates: bool = False
+    """Whether it decodes speculatively."""
 
 
 class EngineFigures(NamedTuple):
@@ -106,6 +108,10 @@ class EngineFigures(NamedTuple):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_preempted: int = 0
+    num_drafted: int = 0
+    """Tokens that were proposed, since the start."""
+    num_accepted: int = 0
+    """Of these, tokens that were generated."""
 
 
 class StepReport(NamedTuple):
