@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -31,7 +32,7 @@ BLOCK_SIZE = 32
 class EngineDriver:
     """An engine with a small cache, which computes prompts in chunks of 64 tokens and at most four requests at once."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, **settings: Any) -> None:
         self.outputs: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.prompt_logprobs: dict[str, list[bytes]] = {}
@@ -54,6 +55,7 @@ class EngineDriver:
             max_model_len=512,
             max_num_batched_tokens=64,
             max_num_seqs=4,
+            **settings,
         )
         self.engine = VllmEngine(engine_arguments(self.config, 0), self._open_kv, self._on_report, self._on_failed)
         self.engine.start().result()
