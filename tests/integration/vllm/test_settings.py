@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_clusters import run_with_vllm
+from tests.support.cluster import refused_start
+from tests.support.vllm_clusters import cluster_arguments, run_with_vllm
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,6 +55,16 @@ def test_arguments_that_vllm_does_not_take_are_refused_by_name(found: dict[str, 
         assert refusal.startswith("engine_arg: ") and "\n" not in refusal, refusal
         assert name in refusal.replace("-", "_"), refusal
     assert "fp8" in refusals["kv_cache_dtype=int3"], "it names the choices"
+
+
+def test_what_is_wrong_stops_the_start_in_one_line() -> None:
+    output = refused_start("--engine-arg", "watermark=much", *cluster_arguments())
+    assert (
+        output.splitlines()[-1]
+        == "tandem: engine_arg: vLLM refuses it: argument --watermark: invalid float value: 'much'"
+    )
+    output = refused_start("--speculative-config", '{"method": "guess"}', *cluster_arguments())
+    assert output.splitlines()[-1].startswith("tandem: vLLM refused the model or its settings: ")
 
 
 def test_a_model_that_generates_no_text_is_refused_for_what_it_is(found: dict[str, Any]) -> None:
