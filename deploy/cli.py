@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -322,6 +323,7 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         model = f" --model {config.engine_settings.model}" if config.engine_settings.model != str(DEMO_MODEL) else ""
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
         engine = f" --engine {config.engine}" if config.engine != "tandem" else ""
+        engine += "".join(f" --engine-arg {shlex.quote(each)}" for each in config.engine_arg)
         command = f"tandem worker ROLE{model}{engine} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
     is_demo, is_split = config.engine_settings.model == str(DEMO_MODEL), config.prefill and not config.workers

@@ -31,6 +31,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.settings import Group, setting, with_values
+from tandem.vllm_worker.engine_args import check_engine_args, check_speculative_config
 
 EngineName = Literal["tandem", "vllm"]
 MIN_BATCHED_TOKENS = 16
@@ -76,6 +77,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_python: Annotated[str, setting("model", description=
         "Python interpreter of the environment with vLLM, on every host; empty uses the one that `tandem engine "
         "install vllm` has made.")] = ""
+    engine_arg: Annotated[list[str], setting("model", description=
+        "Argument of vLLM's engine as NAME=VALUE, such as enable_expert_parallel=true, with --engine vllm; vLLM's own "
+        "parser checks it. May be repeated.")] = []
+    speculative_config: Annotated[str, setting("model", description=
+        "Speculative decoding of workers with vLLM's engine, as JSON like vLLM's flag of this name; empty decodes one "
+        "token a step.")] = ""
     served_model_name: Annotated[str, setting("model", description=
         "Model name that clients send; empty uses the model's own name.")] = ""
     lora: Annotated[list[str], setting("model", description=
@@ -337,8 +344,14 @@ def _check_engine(config: ClusterConfig, given: Mapping[str, Any]) -> None:
     """Checks the settings that were given against the engine."""
     if config.engine == "vllm":
         check_settings_of_vllm(given)
-    elif config.engine_python:
+        check_engine_args(config.engine_arg)
+        check_speculative_config(config.speculative_config)
+        return
+    if config.engine_python:
         raise ConfigError("engine_python: only workers with another engine have one; give --engine vllm with it")
+    for key in ("engine_arg", "speculative_config"):
+        if getattr(config, key):
+            raise ConfigError(f"{key}: only workers with vLLM's engine take it; give --engine vllm with it")
 
 
 def _check_workers(config: ClusterConfig) -> None:
@@ -412,7 +425,7 @@ VALUES_WITH_VLLM: dict[str, tuple[tuple[object, ...], str]] = {
     "prefill_tensor_parallel_size": ((0,), _ONE_SIZE),
     "decode_tensor_parallel_size": ((0,), _ONE_SIZE),
     "quantization": (("auto", "fp8"), "vLLM quantises to fp8, or takes a checkpoint that is quantised already"),
-    "kv_cache_dtype": (("auto",), "KV moves between vLLM workers in the model's data type only"),
+    "kv_cache_dtype": (("auto",), "give vLLM's own data type as --engine-arg kv_cache_dtype=VALUE"),
     "kv_connector": (("auto", "ipc", "tcp", "nixl"), "KV moves between vLLM workers over ipc, tcp or nixl"),
     "kv_host_gib": ((0,), _NO_TIERS),
     "kv_disk_dir": (("",), _NO_TIERS),
@@ -438,8 +451,8 @@ _GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_reques
 def with_device_defaults(config: ClusterConfig, on_gpus: bool) -> ClusterConfig:
     """Returns the configuration with values for the settings that are 0 and mean a default by device."""
     defaults = dict(_GPU if on_gpus else _CPU)
-    if config.engine == "vllm":
-        del defaults["max_num_batched_tokens"]  # depends on the model's context, which the worker knows
+    if config.engine == "vllm":  # chooses by the memory of the device, which the worker knows
+        del defaults["max_num_batched_tokens"], defaults["max_num_seqs"]
     given = msgspec.structs.asdict(config.engine_settings) | msgspec.structs.asdict(config.admission)
     return with_values(config, {key: given[key] or value for key, value in defaults.items()})
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from tandem.deploy.cluster_config import Setting, flag_name, settings
 
-_VALUES = {"lora": "NAME=FOLDER", "cors_origin": "ORIGIN", "ray": "ADDRESS"}
+_VALUES = {
+    "lora": "NAME=FOLDER",
+    "engine_arg": "NAME=VALUE",
+    "speculative_config": "JSON",
+    "cors_origin": "ORIGIN",
+    "ray": "ADDRESS",
+}
 
 
 def add_settings(

@@ -53,9 +53,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks of other workers with which one rank exchanges KV over NCCL."""
     max_num_batched_tokens: Annotated[int, setting("workers", ge=0, le=65536, description=
         "Maximum number of prompt tokens that a worker computes per step, at least 16; 0 uses 512 on CPU and 2048 on "
-        "GPUs.")] = 512
+        "GPUs, and with --engine vllm the default of `vllm serve`.")] = 512
     max_num_seqs: Annotated[int, setting("workers", ge=0, le=4096, description=
-        "Maximum number of sequences that a worker runs at once; 0 uses 64 on CPU and 256 on GPUs.")] = 64
+        "Maximum number of sequences that a worker runs at once; 0 uses 64 on CPU and 256 on GPUs, and with "
+        "--engine vllm the default of `vllm serve`.")] = 64
     num_threads: int = 1
     """torch's intra-op threads per rank."""
     trust_remote_code: Annotated[bool, setting("model", "Run Python code that comes with the checkpoint.")] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.registry import AUTO, BUILT_IN, check_name, load_connector
@@ -15,15 +15,17 @@ UNLIKE_NUMERICS = "with --exact, workers must compute alike"
 """Beginning of the reason for which exact workers refuse a pair."""
 
 
-def offered_connectors(wanted: str, device: str, has_keys: bool = False) -> dict[str, KVConnector]:
+def offered_connectors(
+    wanted: str, device: str, has_keys: bool = False, known: Collection[str] = BUILT_IN.keys()
+) -> dict[str, KVConnector]:
     """Returns the connectors that a worker offers, in order of preference. wanted: a connector's name, or `auto`.
 
     has_keys: whether the cluster encrypts what leaves a host. Then `auto` offers no connector that sends KV between
-    hosts in the clear, if the device has one that encrypts.
+    hosts in the clear, if the device has one that encrypts. known: the built-in connectors that the engine can use.
     Raises ConfigError for an unknown name, and for a connector that does not support the device.
     """
     check_name(wanted)
-    usable = {name: each for name in BUILT_IN if device in (each := load_connector(name)).devices}
+    usable = {name: each for name in known if device in (each := load_connector(name)).devices}
     if wanted == AUTO:
         is_safe = {name: each.encrypts for name, each in usable.items() if each.crosses_hosts}
         must_be_safe = has_keys and any(is_safe.values())

@@ -37,6 +37,8 @@ _COUNTERS: Final = {
     "prefix_cache_loaded": ("num_loaded_tokens", "Of these, prompt tokens whose KV was loaded from a tier."),
     "request_success": ("num_finished", "Sequences that this worker finished normally."),
     "num_preemptions": ("num_preempted", "Sequences that were preempted."),
+    "spec_decode_num_draft_tokens": ("num_drafted_tokens", "Tokens that speculative decoding has proposed."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Of these, tokens that were generated."),
     "role_changes": ("num_role_changes", "Times that this worker was given another role."),
     "kv_transfer_bytes": ("num_transferred_bytes", "KV bytes sent (prefill) or received (decode)."),
     "kv_compared_blocks": ("num_compared_blocks", "KV blocks whose checksums were compared."),

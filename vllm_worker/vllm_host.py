@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +27,12 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.lifetime import WatchExit, watch_exit
 from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS, lora_modules, max_lora_rank
+from tandem.vllm_worker.engine.parsed_args import parsed_args
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
 from tandem.vllm_worker.engine.vllm_media import VllmMedia
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
+from tandem.vllm_worker.load_turns import turn_to_load
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
@@ -46,30 +49,38 @@ _CONNECTORS = ("ipc", "nixl", "tcp")
 
 
 def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs:
-    """Returns vLLM's settings. What is not here is as vLLM has it. max_lora_rank: 0 without adapters."""
+    """Returns vLLM's settings. What is not here is as `vllm serve` has it. max_lora_rank: 0 without adapters.
+
+    Raises ConfigError for an argument of the operator that vLLM's parser refuses.
+    """
     from vllm.config import KVTransferConfig
     from vllm.config.kv_events import KVEventsConfig
 
     on_cpu = config.device == "cpu"
-    more: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False} if on_cpu else {}
+    more: dict[str, Any] = {
+        "load_format": config.load_format,
+        "quantization": None if config.quantization == "auto" else config.quantization,
+    }
+    if on_cpu:
+        more |= {"enforce_eager": True, "async_scheduling": False}
+    if config.speculative_config:
+        more["speculative_config"] = msgspec.json.decode(config.speculative_config)
     if max_lora_rank:
         more |= {"enable_lora": True, "max_lora_rank": max_lora_rank}
         more |= {"max_loras": MAX_STEP_ADAPTERS, "max_cpu_loras": MAX_LOADED_ADAPTERS}
+    more |= parsed_args(config.engine_args)
     return EngineArgs(
         model=config.model,
         dtype=config.dtype,
-        load_format=config.load_format,
-        quantization=None if config.quantization == "auto" else config.quantization,
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len or None,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or None,
         max_num_batched_tokens=config.max_num_batched_tokens or None,
         block_size=config.block_size or (_CPU_BLOCK_SIZE if on_cpu else None),
         kv_cache_memory_bytes=config.kv_cache_bytes or (_DEFAULT_CPU_CACHE_BYTES if on_cpu else None),
         gpu_memory_utilization=config.gpu_memory_fraction,
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-        enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy="priority",
         generation_config="vllm",  # the proxy applies the model's own defaults
         worker_extension_cls=EXTENSION,
@@ -91,7 +102,7 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, prefix_block_si
     prefix_block_size: tokens of a block of vLLM's prefix cache. rank: any of this worker's.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    is_dummy, folder = config.load_format == "dummy", Path(config.model)
+    is_dummy, folder = vllm_config.load_config.load_format == "dummy", Path(config.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if folder.is_dir():
         identity = folder_identity(folder, with_weights=not is_dummy, with_code=config.trust_remote_code)
@@ -112,8 +123,9 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, prefix_block_si
         head_dim=rank.block_bytes // rank.num_regions,
         block_size=prefix_block_size,
         tensor_parallel_size=num_ranks,
-        # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings.
-        engine=f"{ENGINE} {order}: {rank.groups}{ranks}",
+        # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings,
+        # and the operator's arguments may change what the KV means.
+        engine=" ".join([ENGINE, order, *sorted(config.engine_args)]) + f": {rank.groups}{ranks}",
         immovable=rank.immovable,
         numerics=msgspec.structs.replace(
             rank.machine,
@@ -149,8 +161,11 @@ async def load_vllm(
     if config.exact and problem:
         raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
     keys = config.network.keys_of("worker")
-    offered = offered_connectors(config.kv_connector, config.engine.device, keys is not None)
-    connectors = {name: each for name, each in offered.items() if name in _CONNECTORS}
+    connectors = offered_connectors(config.kv_connector, config.engine.device, keys is not None, _CONNECTORS)
+    if config.host != "127.0.0.1" and not any(each.crosses_hosts for each in connectors.values()):
+        log.warning(
+            "workers on other hosts get no KV from this one: install NIXL (pip install nixl) for %s", sys.executable
+        )
     modules = lora_modules(config.engine) if config.adapters else {}
     max_rank = max_lora_rank(config.adapters, modules)
 
@@ -158,7 +173,8 @@ async def load_vllm(
         return open_ranks(ask, partial(kv_layout, config.engine, vllm_config, prefix_block_size), config.host, keys)
 
     engine = VllmEngine(engine_arguments(config.engine, max_rank), open_kv, on_report, on_failed)
-    await asyncio.wrap_future(engine.start())
+    async with turn_to_load(config.load_turns):
+        await asyncio.wrap_future(engine.start())
     if config.adapters and config.engine.device == "cpu":
         log.warning("on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
     pids, block_bytes, pools = engine.kv

@@ -128,6 +128,7 @@ class VllmWorker(ServingWorker[VllmAction]):
             if pid != loaded.pid:
                 host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended"), []))
         facts = loaded.facts
+        self._speculates = facts.speculates
         scheduler = VllmScheduler(
             facts.num_blocks, facts.group_block_sizes, host.block_bytes, config.kv_lease_s, config.itl_slo_s
         )
@@ -173,6 +174,8 @@ class VllmWorker(ServingWorker[VllmAction]):
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_preempted=figures.num_preempted,
+            num_drafted_tokens=figures.num_drafted,
+            num_accepted_tokens=figures.num_accepted,
             step_time_s=scheduler.step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._traffic.num_bytes,
@@ -209,7 +212,7 @@ class VllmWorker(ServingWorker[VllmAction]):
             self._failure.__cause__ = error
 
     def _open_prompt(self, message: StartPrefill | PrepareDecode) -> list[VllmAction]:
-        check_supported(message)
+        check_supported(message, self._speculates)
         now, media = self._loop.time(), self._media.open(message)
         try:
             if isinstance(message, PrepareDecode):

@@ -24,9 +24,10 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: int = 0
     """Maximum number of tokens per sequence; 0 uses the model's limit."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
+    """Limit on the sequences of a step; 0 uses the default of `vllm serve`."""
     max_num_batched_tokens: int = 0
-    """Limit on the tokens of a step; 0 lets the worker choose it."""
+    """Limit on the tokens of a step; 0 uses the default of `vllm serve`."""
     block_size: int = 0
     """Tokens per KV block; 0 uses vLLM's default."""
     kv_cache_bytes: int = 0
@@ -37,13 +38,18 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: int = 1
     """Compute threads per rank."""
     trust_remote_code: bool = False
-    enable_prefix_caching: bool = True
+    speculative_config: str = ""
+    """JSON of vLLM's speculative decoding; empty without."""
+    engine_args: list[str] = []
+    """Further arguments of vLLM's engine, NAME=VALUE, which take precedence."""
 
 
 class VllmWorkerConfig(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The JSON file that `python -m tandem.vllm_worker FILE` reads."""
 
     engine: VllmEngineConfig
+    load_turns: list[str] = msgspec.field(default_factory=list)
+    """A file for each GPU that this worker shares with others, which load one after another (`load_turns`)."""
 
 
 def batch_problem(device: str, is_batch_invariant: bool) -> str:

@@ -98,9 +98,12 @@ class _Sample(NamedTuple):
 
 
 class DemandMeter:
-    """Turns load reports into `Demand`, about once a second. max_num_seqs: limit of one decode worker."""
+    """Turns load reports into `Demand`, about once a second.
 
-    def __init__(self, max_num_seqs: int) -> None:
+    max_num_seqs: limit of one decode worker; 0 if only the worker knows it.
+    """
+
+    def __init__(self, max_num_seqs: int = 0) -> None:
         self._max_num_seqs = max_num_seqs
         self._counters: dict[str, tuple[int, int]] = {}  # epoch: computed tokens, finished prompts
         self._counted_at: dict[str, float] = {}  # epoch
@@ -202,7 +205,7 @@ class DemandMeter:
         self._finished = {info.epoch: load.num_finished - load.num_shipped for info, load in decodes}
 
     def _is_full(self, load: WorkerLoad) -> bool:
-        return load.num_running >= self._max_num_seqs or load.num_free_blocks < _FULL * load.num_blocks
+        return 0 < self._max_num_seqs <= load.num_running or load.num_free_blocks < _FULL * load.num_blocks
 
     def _learn_speeds(self, prefills: _Loads, decodes: _Loads) -> None:
         measured = [load.prompt_tokens_per_s for _, load in prefills if load.prompt_tokens_per_s > 0]

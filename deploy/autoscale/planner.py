@@ -80,7 +80,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_workers: int = 16
     """Limit on the workers of all roles together."""
     max_num_seqs: int = 64
-    """Limit on the sequences of one decode worker."""
+    """Limit on the sequences of one decode worker; 0 if only the worker knows it."""
     foresee_s: float = 30.0
     """Period for which growth is extrapolated, about the time that a worker takes to start."""
 
@@ -147,7 +147,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
         by_blocks = _up(demand.most_used_blocks / (MAX_KV_USE * demand.blocks_per_decode))
         if demand.decode_is_full:
             by_blocks = max(by_blocks, demand.num_decode + 1)
-    in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs)
+    in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs or math.inf)
     if in_time < 1:
         most = max(1, demand.num_decode)
         reason = f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms"

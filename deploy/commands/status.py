@@ -108,6 +108,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     workers = plain_table(["worker", "role\n(flips)"], names.split(","))
     pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
+    draft_lines: list[str] = []
     tier_lines: list[str] = []
     unanswered = {each.worker.epoch for report in reports for each in report.workers if each.unanswered_s is not None}
     for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
@@ -126,6 +127,8 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
             f"{load.step_time_s * 1000:.1f}",
             f"{worker.silence_s:.1f}",
         )
+        if load.num_drafted_tokens:
+            draft_lines.append(escape(_draft_line(worker)))
         if load.tiers:
             tier_lines.append(escape(_tier_line(worker)))
         sent = {each.decode_worker_id: each.num_bytes for each in load.traffic}
@@ -140,8 +143,8 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
                 f"{speed / 1e6:.0f}" if speed is not None else "",
                 pair.reason,
             )
-    shown_tiers = ["\n".join(tier_lines)] if tier_lines else []
-    parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_tiers, pairs]
+    shown_lines = ["\n".join(lines) for lines in (draft_lines, tier_lines) if lines]
+    parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_lines, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
 
 
@@ -157,6 +160,15 @@ def _state(report: WorkerReport, is_unanswered: bool) -> str:
     if report.draining:
         return " [yellow]draining[/]"
     return " [red]no answer[/]" if is_unanswered else ""
+
+
+def _draft_line(report: WorkerReport) -> str:
+    load = report.load
+    share = load.num_accepted_tokens / load.num_drafted_tokens
+    return (
+        f"{report.worker.worker_id} speculates: {load.num_accepted_tokens} of {load.num_drafted_tokens} drafted tokens "
+        f"accepted ({share:.0%})"
+    )
 
 
 def _tier_line(report: WorkerReport) -> str:

@@ -60,10 +60,6 @@ class HostFigures:
     """CPUs that the quota of the cluster's control group leaves to it."""
 
 
-_NO_LIMIT = 1_000_000
-"""Sequences of a decode worker for the planner's meter, because proxies do not know --max-num-seqs."""
-
-
 @dataclass(frozen=True)
 class ObservedWorker:
     """One worker that was there until the end. loads: its reports, oldest first."""
@@ -140,7 +136,7 @@ class Observation:
     @cached_property
     def demand(self) -> Demand:
         """Demand and speeds as the planner measures them."""
-        meter, demand = DemandMeter(_NO_LIMIT), Demand()
+        meter, demand = DemandMeter(), Demand()
         for sample in self.samples:
             refused = [report.figures.num_refused for report in sample.reports if report.figures is not None]
             loads = [(worker.worker, worker.load) for worker in _freshest(sample).values()]

@@ -76,6 +76,8 @@ class Place:
     """Folder of the records that clients of a host's proxies ask for."""
     host_files: list[str] = field(default_factory=list)
     """Host memory of a worker's ranks for KV blocks."""
+    load_turns: list[str] = field(default_factory=list)
+    """A file for each GPU that a worker with vLLM's engine shares with others."""
 
 
 class ProcessConfigs:
@@ -174,7 +176,7 @@ class ProcessConfigs:
 
     def vllm_worker(self, role: Role, name: str, place: Place) -> VllmWorkerConfig:
         shared = msgspec.structs.asdict(self._any_worker(role, name, place))
-        return VllmWorkerConfig(**shared, engine=self._vllm_engine(role))
+        return VllmWorkerConfig(**shared, engine=self._vllm_engine(role), load_turns=place.load_turns)
 
     def _any_worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
         cluster = self._cluster
@@ -232,6 +234,8 @@ class ProcessConfigs:
             tensor_parallel_size=self._cluster.num_ranks(role),
             num_threads=self._cluster.num_threads(role),
             trust_remote_code=settings.trust_remote_code,
+            speculative_config=self._cluster.speculative_config,
+            engine_args=self._cluster.engine_arg,
         )
 
     @property

@@ -7,6 +7,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,9 @@ class LocalSite(Site):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
         if self._python is not None:
+            if self.on_gpus and self._ranks_per_gpu > 1:
+                numbers = [0] if self._gpus is None else map(self._gpus.index, self._gpus_of[name])
+                place = replace(place, load_turns=[str(self._folder / f"gpu-{number}.load") for number in numbers])
             vllm_config, python = self._configs.vllm_worker(role, name, place), str(self._python.path)
             program = Program(
                 VLLM_WORKER_MODULE, self._config_file(name), env, preloaded=self._preloaded, python=python

@@ -175,6 +175,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Recent speed of loading them; 0 before the first."""
     tiers: list[TierFigures] = []
     """Tiers below the pool, fastest first."""
+    num_drafted_tokens: int = 0
+    """Tokens that speculative decoding has proposed."""
+    num_accepted_tokens: int = 0
+    """Tokens of `num_drafted_tokens` that were generated."""
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,8 +23,11 @@ MAX_ENTRIES = 16_384
 """Entries of all lists, times the sequences of the request."""
 
 
-def check_supported(message: PromptMessage) -> None:
-    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
+def check_supported(message: PromptMessage, speculates: bool = False) -> None:
+    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out.
+
+    speculates: whether it decodes speculatively.
+    """
     if isinstance(message, StartPrefill) and message.pooling is not None:
         raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
     if message.sampling.thinking is not None and message.sampling.thinking.max_tokens is not None:
@@ -32,7 +35,24 @@ def check_supported(message: PromptMessage) -> None:
             "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
             "thinking off"
         )
+    if speculates:
+        check_speculated(message.sampling)
     check_lists(message)
+
+
+def check_speculated(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for what vLLM does not apply to drafts: it would be ignored for some tokens."""
+    given = {
+        "min_p": sampling.min_p > 0,
+        "logit_bias": bool(sampling.logit_bias),
+        "logprob_token_ids": bool(sampling.logprob_token_ids),
+    }
+    for param, is_given in given.items():
+        if is_given:
+            raise InvalidRequest(
+                f"{param} cannot be used here: the cluster decodes speculatively (--speculative-config); leave it out",
+                param,
+            )
 
 
 def banned_tokens(sampling: SamplingParams) -> list[int]:

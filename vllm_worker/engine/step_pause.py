@@ -4,7 +4,10 @@ from __future__ import annotations
 
 MIN_PAUSE_S = 0.002
 MAX_PAUSE_S = 0.1
-"""Whatever ends the wait of a request comes as an order; this is for what vLLM may do by itself."""
+"""Limit while requests skip steps until their client has a share of the time again."""
+MAX_WAIT_S = 5.0
+"""Limit while all requests wait for KV or for blocks. What ends that comes as an order; this is for what vLLM may do by
+itself."""
 
 
 class StepPause:
@@ -20,6 +23,10 @@ class StepPause:
     def on_order(self) -> None:
         self.pause_s = 0.0
 
-    def on_step(self, has_done: bool) -> None:
-        """has_done: whether the step has computed, or has given results."""
-        self.pause_s = 0.0 if has_done else min(MAX_PAUSE_S, max(MIN_PAUSE_S, 2 * self.pause_s))
+    def on_step(self, has_done: bool, waits_for_orders: bool) -> None:
+        """has_done: whether the step has computed, or has given results.
+
+        waits_for_orders: whether no request could compute later without an order.
+        """
+        limit_s = MAX_WAIT_S if waits_for_orders else MAX_PAUSE_S
+        self.pause_s = 0.0 if has_done else min(limit_s, max(MIN_PAUSE_S, 2 * self.pause_s))

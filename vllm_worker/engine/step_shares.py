@@ -41,6 +41,11 @@ class StepShares:
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def may_change(self) -> bool:
+        """Whether a request may compute later that cannot now."""
+        return bool(self._held or self._clients or self._scheduler.running)
+
     def must_wait(self, order: AddRequest, hashes: list[bytes], now: float) -> bool:
         """Whether the order waits until `take` returns it.
 

@@ -22,6 +22,8 @@ import vllm.envs as vllm_envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -30,13 +32,14 @@ from vllm.v1.request import Request
 from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
 from tandem.protocol.prefix_hash import client_of
-from tandem.runtime.errors import InternalError, TandemError, first_line
+from tandem.runtime.errors import ConfigError, InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
 from tandem.vllm_worker.engine.load_errors import load_error
 from tandem.vllm_worker.engine.loras import Loras
 from tandem.vllm_worker.engine.prefix_events import CollectedEvents, PrefixEvents
 from tandem.vllm_worker.engine.step_pause import StepPause
 from tandem.vllm_worker.engine.step_shares import StepShares
+from tandem.vllm_worker.engine.step_timer import StepTime, StepTimer
 from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
@@ -79,8 +82,8 @@ class VllmEngine:
         self._waiting: dict[str, Request] = {}  # for their grammars
         self._refused: list[EngineOutput] = []
         self._progress: dict[str, list[int]] = {}  # complete blocks of shipping requests, by group, at the last report
-        self._num_preempted = 0
-        self._ended_at: float | None = None  # of the last step, if it computed and there was work afterwards
+        self._num_preempted = self._num_drafted = self._num_accepted = 0
+        self._timer = StepTimer()
         self._deadline = StepDeadline()
         self._pause = StepPause()
 
@@ -142,6 +145,7 @@ class VllmEngine:
             config.model_config.quantization or "",
             min(self._scheduler.max_num_encoder_input_tokens, self._scheduler.encoder_cache_manager.cache_size),
             self._connector.block_sizes,
+            self._speculates,
         )
 
     @property
@@ -172,7 +176,7 @@ class VllmEngine:
         self._core.shutdown()
 
     def _load(self) -> None:
-        vllm_config = self._arguments.create_engine_config()
+        vllm_config = vllm_config_of(self._arguments)
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
         self._core.collective_rpc("slice_prompt_logits")
@@ -183,6 +187,7 @@ class VllmEngine:
         self._kv = self._open_kv(vllm_config, block_size, self._core.collective_rpc)
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._speculates = vllm_config.num_speculative_tokens > 0
         grammars = VllmGrammars(self._arguments.model, self._vocab_size, lambda: self._orders.put(_wake))
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
         self._shares = StepShares(self._scheduler, self._waiting, grammars)
@@ -193,7 +198,9 @@ class VllmEngine:
 
         Returns False at the end.
         """
-        is_idle = not self._scheduler.has_requests() and not self._waiting and not self._shares.num_held
+        is_idle = not (
+            self._scheduler.has_requests() or self._core.batch_queue or self._waiting or self._shares.num_held
+        )
         timeout_s = None if is_idle else self._pause.pause_s
         while True:
             try:
@@ -206,46 +213,57 @@ class VllmEngine:
             self._pause.on_order()
             timeout_s = 0.0
             if is_idle:
-                is_idle, self._ended_at = False, None
+                is_idle = False
+                self._timer.on_idle()
 
     def _step(self) -> None:
         for order, hashes in self._shares.take(time.monotonic()):
             self._add_now(order, hashes)
         self._add_compiled()
         started_at = time.monotonic()
-        outputs, has_computed = self._core.step_fn()
-        step_s = time.monotonic() - started_at
-        gap_s = started_at - self._ended_at if has_computed and self._ended_at is not None else None
-        self._ended_at = started_at + step_s if has_computed else None
+        found, has_computed = self._core.step_fn()
+        ended_at = time.monotonic()
         self._core.post_step(has_computed)
-        outputs = [each for out in (outputs or {}).values() for each in out.outputs]
-        self._post(self._report(outputs, step_s if has_computed else 0.0, gap_s))
-        self._pause.on_step(has_computed or bool(outputs))
+        if self._connector.last_step is not None:
+            self._timer.on_scheduled(started_at)
+        ended: SchedulerOutput | None = None
+        time_of_step = StepTime(0.0, None)
+        if found is not None and self._connector.running_steps:  # vLLM has waited for the oldest batch
+            ended = self._connector.running_steps.popleft()
+            time_of_step = self._timer.on_finished(ended_at, has_computed=ended.total_num_scheduled_tokens > 0)
+        outputs = [each for out in (found or {}).values() for each in out.outputs]
+        self._post(self._report(outputs, ended, time_of_step))
+        self._pause.on_step(has_computed or bool(outputs), not self._shares.may_change)
 
     def _ids_in_step(self) -> list[str]:
         """Returns the requests of the steps that run, of which vLLM does not say which has failed."""
         steps = self._connector.running_steps
         return list(dict.fromkeys(each for step in steps for each in step.num_scheduled_tokens))
 
-    def _report(self, outputs: list[EngineCoreOutput], step_s: float, gap_s: float | None) -> StepReport:
-        connector, step = self._connector, self._connector.last_step
+    def _report(
+        self, outputs: list[EngineCoreOutput], ended: SchedulerOutput | None, time_of_step: StepTime
+    ) -> StepReport:
+        """ended: the batch that has ended, which is an earlier one than that scheduled last if vLLM schedules ahead."""
+        connector, scheduled = self._connector, self._connector.last_step
         begun, connector.begun = connector.begun, []
         allocated, connector.allocated = connector.allocated, []
         connector.last_step = None
-        if self._core.batch_queue is None:
-            connector.running_steps.clear()
         lost: list[str] = []
-        if step is not None and step.preempted_req_ids:
-            self._num_preempted += len(step.preempted_req_ids)
-            lost = [each for each in step.preempted_req_ids if self._progress.pop(each, None) is not None]
+        if scheduled is not None and scheduled.preempted_req_ids:
+            self._num_preempted += len(scheduled.preempted_req_ids)
+            lost = [each for each in scheduled.preempted_req_ids if self._progress.pop(each, None) is not None]
         num_decoding = num_prompt_tokens = num_media_encoded = 0
-        if step is not None and step_s:
-            new = {request.req_id for request in step.scheduled_new_reqs}
-            for engine_id, num_tokens in step.num_scheduled_tokens.items():
-                is_prompt = engine_id in new or num_tokens > 1
+        if ended is not None:
+            new, drafts = {request.req_id for request in ended.scheduled_new_reqs}, ended.scheduled_spec_decode_tokens
+            for engine_id, num_tokens in ended.num_scheduled_tokens.items():
+                is_prompt = engine_id in new or num_tokens > 1 + len(drafts.get(engine_id, ()))
                 num_prompt_tokens += num_tokens if is_prompt else 0
                 num_decoding += not is_prompt
-            num_media_encoded = sum(map(len, step.scheduled_encoder_inputs.values()))
+            num_media_encoded = sum(map(len, ended.scheduled_encoder_inputs.values()))
+            for output in outputs if drafts else ():
+                if output.request_id in drafts and output.new_token_ids:
+                    self._num_drafted += len(drafts[output.request_id])
+                    self._num_accepted += len(output.new_token_ids) - 1
         added, evicted = self._prefixes.take(self._events)
         refused, self._refused = self._refused, []
         return StepReport(
@@ -255,8 +273,8 @@ class VllmEngine:
             outputs=[*refused, *(self._translate(output) for output in outputs)],
             lost=lost,
             figures=self._figures(),
-            step_s=step_s,
-            gap_s=gap_s,
+            step_s=time_of_step.step_s,
+            gap_s=time_of_step.gap_s,
             num_decoding=num_decoding,
             num_prompt_tokens=num_prompt_tokens,
             num_media_encoded=num_media_encoded,
@@ -312,6 +330,8 @@ class VllmEngine:
             num_free,
             min(num_free, self._prefixes.num_cached),
             self._num_preempted,
+            self._num_drafted,
+            self._num_accepted,
         )
 
     # ---- orders, on the engine's thread
@@ -348,7 +368,7 @@ class VllmEngine:
                 prompt_token_ids=prompt,
                 mm_features=list(media.features) if media is not None else None,
                 sampling_params=vllm_sampling(
-                    message, order.number, generated, order.max_tokens, self._vocab_size, kv_params
+                    message, order.number, generated, order.max_tokens, self._vocab_size, kv_params, self._speculates
                 ),
                 pooling_params=None,
                 arrival_time=time.time(),
@@ -415,6 +435,21 @@ class VllmEngine:
         if not self._core.reset_prefix_cache():
             log.warning("vLLM forgets cached prefixes only while no request has blocks: nothing was forgotten")
         self._events.events += self._scheduler.kv_cache_manager.take_events() or []  # vLLM waits for a step
+
+
+def vllm_config_of(arguments: EngineArgs) -> VllmConfig:
+    """Returns vLLM's configuration, with the defaults of `vllm serve`.
+
+    Raises ConfigError for a model that generates no text, and what vLLM raises.
+    """
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if config.model_config.runner_type != "generate":
+        architectures = ", ".join(config.model_config.architectures)
+        raise ConfigError(
+            f"{arguments.model} ({architectures}) generates no text, and workers with vLLM's engine serve nothing "
+            "else; give a model that generates"
+        )
+    return config
 
 
 def _wake() -> None:

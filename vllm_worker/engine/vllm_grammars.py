@@ -100,10 +100,20 @@ class VllmGrammars:
         state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional, client)
         request.structured_output_request.grammar = state
 
+    def validate_tokens(self, request: Request, drafts: list[int]) -> list[int]:
+        """Returns the draft tokens that vLLM may check in the next step: none of a request with a grammar.
+
+        Their masks would take a step of the grammar's process each, which may be in vain.
+        """
+        return [] if request.use_structured_output else drafts
+
     def grammar_bitmask(
-        self, requests: Mapping[str, Request], engine_ids: list[str], _: Mapping[str, list[int]]
+        self, requests: Mapping[str, Request], engine_ids: list[str], drafts: Mapping[str, list[int]]
     ) -> npt.NDArray[np.int32]:
-        """Returns the tokens that may follow, one bit each, int32 [num_requests, num_words].
+        """Returns the tokens that may follow, one bit each, int32 [num_rows, num_words].
+
+        A request has a row, and one more for each of its drafts. These are padding, which vLLM refuses
+        (`validate_tokens`), so that any token may follow them.
 
         A request whose grammar fails may get any token, with which `accept_tokens` ends it unless the grammar is
         optional.
@@ -125,10 +135,12 @@ class VllmGrammars:
                 state.give_up(TOO_SLOW.message)
             else:
                 self._errors[engine_ids[row]] = copy_of(TOO_SLOW)
-        bits = np.full((len(found), self._num_words), -1, np.int32)
+        num_rows = [1 + len(drafts.get(each, ())) for each in engine_ids]
+        starts = np.cumsum([0, *num_rows])
+        bits = np.full((starts[-1], self._num_words), -1, np.int32)
         if masks.rows:
             # A tokeniser may have more tokens than the logits.
-            bits[masks.rows] = masks.bits.view(np.int32)[masks.mask_rows, : self._num_words]
+            bits[starts[masks.rows]] = masks.bits.view(np.int32)[masks.mask_rows, : self._num_words]
         return bits
 
     def accept_tokens(self, request: Request, _: Any) -> bool:

@@ -41,11 +41,13 @@ def vllm_sampling(
     max_tokens: int,
     vocab_size: int,
     kv_params: dict[str, Any],
+    speculates: bool = False,
 ) -> VllmSampling:
     """Returns the parameters of one sequence. Tokens beyond the vocabulary are left out: they would end the engine.
 
     number: of the sequence among those that share the prompt. generated: tokens of earlier attempts. max_tokens: also
-    counts these. Raises InvalidRequest if no token may be sampled.
+    counts these. speculates: whether vLLM decodes speculatively, without biases. Raises InvalidRequest if no token may
+    be sampled.
     """
     given = message.sampling
 
@@ -63,8 +65,9 @@ def vllm_sampling(
         raise InvalidRequest(f"allowed_token_ids has no token id below {vocab_size}")
     bias = {token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size}
     # vLLM's first model runner looks for bad words one by one in each step, and adds a bias to all sequences at once.
-    bias |= dict.fromkeys(known(banned_tokens(given)), float("-inf"))
-    longer_words = [list(word) for word in given.bad_words if len(word) > 1 and max(word) < vocab_size]
+    biased = [] if speculates else known(banned_tokens(given))
+    bias |= dict.fromkeys(biased, float("-inf"))
+    words = [list(word) for word in given.bad_words if max(word) < vocab_size and (len(word) > 1 or speculates)]
     params = VllmSampling(
         temperature=max(given.temperature, _MIN_TEMPERATURE) if given.temperature else 0.0,
         top_p=given.top_p,
@@ -94,7 +97,7 @@ def vllm_sampling(
         skip_clone=True,
     )
     # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.
-    params._bad_words_token_ids = longer_words or None
+    params._bad_words_token_ids = words or None
     params._all_stop_token_ids = set(stop_token_ids)
     return params
 

@@ -101,6 +101,8 @@ class EngineFacts(NamedTuple):
     group_block_sizes: list[int]
     """Tokens of a block in each group of layers. A layer with a state, in place of keys and values, has it in the last
     block of its group."""
+    speculates: bool = False
+    """Whether it decodes speculatively."""
 
 
 class EngineFigures(NamedTuple):
@@ -112,6 +114,10 @@ class EngineFigures(NamedTuple):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_preempted: int = 0
+    num_drafted: int = 0
+    """Tokens that were proposed, since the start."""
+    num_accepted: int = 0
+    """Of these, tokens that were generated."""
 
 
 class StepReport(NamedTuple):

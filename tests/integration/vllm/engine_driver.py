@@ -57,6 +57,7 @@ class EngineDriver:
             max_model_len=512,
             max_num_batched_tokens=64,
             max_num_seqs=4,
+            **settings,
         )
         self.config = msgspec.structs.replace(self.config, **settings)
         self.engine = VllmEngine(engine_arguments(self.config, 0), self._open_kv, self._on_report, self._on_failed)

@@ -223,7 +223,7 @@ def test_workers_on_one_gpu_divide_its_memory() -> None:
     assert (engine.quantization, engine.max_num_seqs, engine.kv_cache_bytes) == ("fp8", 9, 0)
 
 
-def test_the_tokens_of_a_step_follow_from_the_context_unless_given(tmp_path: Path) -> None:
+def test_the_size_of_a_step_is_that_of_vllm_serve_unless_given(tmp_path: Path) -> None:
     python = str(make_refusing(tmp_path / "python"))
     for number, (given, expected) in enumerate([({}, 0), ({"max_num_batched_tokens": 4096}, 4096)]):
         folder = tmp_path / str(number)
@@ -232,7 +232,7 @@ def test_the_tokens_of_a_step_follow_from_the_context_unless_given(tmp_path: Pat
         site.make_worker("decode", "decode-0", lambda *_: True)
         site.close()
         config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=VllmWorkerConfig)
-        assert (config.engine.max_num_batched_tokens, config.engine.max_num_seqs) == (expected, 64)
+        assert (config.engine.max_num_batched_tokens, config.engine.max_num_seqs) == (expected, 0)
 
 
 def test_variables_of_vllm_reach_workers_that_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,3 +277,21 @@ def test_temporary_files_are_in_the_clusters_folder_and_sockets_fit_there(tmp_pa
         assert len(f"{temporary}/pymp-12345678/listener-12345678") <= MAX_SOCKET_PATH_BYTES
     finally:
         shutil.rmtree(folder)
+
+
+def test_workers_that_share_gpus_take_turns_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    turns = {}
+    for name, num_decode in (("shared", 2), ("own", 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        python = str(make_refusing(tmp_path / f"python-{name}"))
+        site = make_site(folder, engine="vllm", engine_python=python, device="cuda", prefill=1, decode=num_decode)
+        for worker in ("prefill-0", "decode-0", "decode-1")[: 1 + num_decode]:
+            site.make_worker(worker.partition("-")[0], worker, lambda *_: True)  # type: ignore[arg-type]
+            file = folder / f"{worker}.json"
+            turns[name, worker] = msgspec.json.decode(file.read_bytes(), type=VllmWorkerConfig).load_turns
+        site.close()
+    assert turns["shared", "prefill-0"] == turns["shared", "decode-1"] != turns["shared", "decode-0"]
+    assert [len(turns["shared", worker]) for worker in ("prefill-0", "decode-0")] == [1, 1]
+    assert turns["own", "prefill-0"] == turns["own", "decode-0"] == [], "a worker that shares no GPU does not wait"

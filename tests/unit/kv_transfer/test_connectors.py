@@ -344,6 +344,10 @@ def test_unknown_connectors_list_the_known_ones() -> None:
         offered_connectors("gloo", "cuda")
     with pytest.raises(ConfigError, match=r"nccl.* cpu"):
         offered_connectors("nccl", "cpu")
+    of_vllm = ("ipc", "nixl", "tcp")
+    with pytest.raises(ConfigError, match=r"'tcp' does not work on cuda; use ipc (or nixl )?\("):
+        offered_connectors("tcp", "cuda", known=of_vllm)
+    assert {"ipc"} <= offered_connectors("auto", "cuda", known=of_vllm).keys() <= {"ipc", "nixl"}
 
 
 ids = st.lists(st.integers(0, 30), unique=True, max_size=30)
