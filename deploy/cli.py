@@ -271,6 +271,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
+    from tandem.deploy.engine_check.check_report import unproven_line
     from tandem.deploy.launch.run_cluster import run_cluster, with_model
 
     config = load_config(arguments.config, given_settings(arguments), serves_demo=True)
@@ -279,7 +280,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     config = with_model(config)
-    name = config.served_model_name
+    name, unproven = config.served_model_name, unproven_line(config)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
@@ -291,6 +292,8 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
             progress.stop()
             console.print(f"Ready: {stages}.", soft_wrap=True)
             _print_ready(console, config, logs)
+            if unproven:
+                console.print(unproven, soft_wrap=True)
 
         asyncio.run(run_cluster(config, show_progress, show_ready))
     console.print("Stopped.")

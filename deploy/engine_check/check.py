@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from tandem.deploy.cluster_config import ClusterConfig, load_config
 from tandem.deploy.engine_check.answers import Answer, first_difference, largest_error
-from tandem.deploy.engine_check.check_report import CheckReport, StepName, StepResult
+from tandem.deploy.engine_check.check_report import CheckReport, StepName, StepResult, expected_engine
 from tandem.deploy.engine_check.check_settings import SETTLED
 from tandem.deploy.engine_check.checked_cluster import CHECKSUMS, CheckedCluster, CheckFailed, role_of, running
 from tandem.deploy.engine_check.host_facts import (
@@ -32,6 +32,7 @@ from tandem.deploy.engine_check.host_facts import (
     host_hash,
     shown_environment,
     smi_text,
+    uses_gpus,
     without_names,
 )
 from tandem.deploy.processes.engine_python import find_engine_python, vllm_environment
@@ -40,7 +41,6 @@ from tandem.protocol.messages.membership import Role, StatusReport, WorkerReport
 from tandem.runtime.errors import TandemError, first_line
 from tandem.runtime.tasks import start
 from tandem.runtime.version import own_version
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 NUM_PROMPTS, NUM_TOKENS = 10, 24
 LONG_TOKENS = 256
@@ -77,7 +77,7 @@ class CheckResults:
     @contextmanager
     def step(self, name: StepName) -> Iterator[dict[str, Any]]:
         """Records how the step ends. Yields its figures, of which `text` is the line to show. What fails stays in it,
-        because the next step may show more; its caller sees it in `has_failed`."""
+        because the next step may show more."""
         figures: dict[str, Any] = {}
         began_at = time.monotonic()
         self.progress(name)
@@ -94,9 +94,6 @@ class CheckResults:
     def _end(self, name: StepName, is_ok: bool, text: str, began_at: float, figures: dict[str, Any]) -> None:
         self.steps.append(StepResult(name, is_ok, text, round(time.monotonic() - began_at, 2), figures))
         self.show(f"{'ok' if is_ok else 'FAILED':8} {name:14} {text}")
-
-    def has_failed(self, name: StepName) -> bool:
-        return any(step.name == name and not step.is_ok for step in self.steps)
 
     def skip(self, what: str, reason: str) -> None:
         self.skipped[what] = reason
@@ -140,7 +137,7 @@ class EngineCheck:
                 figures["start_s"] = round(start_s, 2)
                 worker = role_of(await cluster.settled_report(), "any")
                 results.engine = worker.engine
-                found = await _expected_answers(cluster, worker, start_s)
+                found = await expected_answers(cluster, worker, start_s)
             figures["text"] = f"--workers 1 serves after {start_s:.0f} s, and has answered {NUM_PROMPTS} prompts"
         return found
 
@@ -150,15 +147,15 @@ class EngineCheck:
         async with AsyncExitStack() as stack:
             with results.step("parity") as figures:
                 cluster = await stack.enter_async_context(self._running("apart", prefill=1, decode=1))
-                await _check_parity(cluster, expected, figures)
+                await check_parity(cluster, expected, figures)
             if cluster is None:
                 return
             with results.step("kill decode") as figures:
-                await _check_kill(cluster, "decode", expected, limit_s, figures)
+                await check_kill(cluster, "decode", expected, limit_s, figures)
             with results.step("kill prefill") as figures:
-                await _check_kill(cluster, "prefill", expected, limit_s, figures)
+                await check_kill(cluster, "prefill", expected, limit_s, figures)
             with results.step("transfer rate") as figures:
-                await _measure_rate(cluster, expected.text, figures)
+                await measure_rate(cluster, expected.text, figures)
 
     @asynccontextmanager
     async def _running(self, name: str, **counts: int) -> AsyncIterator[CheckedCluster]:
@@ -172,7 +169,7 @@ class EngineCheck:
             yield cluster
 
 
-async def _expected_answers(cluster: CheckedCluster, worker: WorkerReport, start_s: float) -> Expected:
+async def expected_answers(cluster: CheckedCluster, worker: WorkerReport, start_s: float) -> Expected:
     block, room = worker.block_size, worker.max_model_len - 1
     text = await cluster.tokenize(TEXT)
     if len(text) < 16:
@@ -195,7 +192,7 @@ async def _expected_answers(cluster: CheckedCluster, worker: WorkerReport, start
     return Expected(short, long, waiting, text, start_s)
 
 
-async def _check_parity(cluster: CheckedCluster, expected: Expected, figures: dict[str, Any]) -> None:
+async def check_parity(cluster: CheckedCluster, expected: Expected, figures: dict[str, Any]) -> None:
     equal, ties, error = 0, [], 0.0
     for prompt, wanted in expected.short:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -215,7 +212,7 @@ async def _check_parity(cluster: CheckedCluster, expected: Expected, figures: di
     if decode.load.num_received < len(expected.short):
         reason = "; ".join(figures["pairs"]) or "no reason is known"
         raise CheckFailed(f"only {decode.load.num_received} prompts were handed over: {reason}")
-    _check_blocks(report)
+    check_blocks(report)
     lengths = sorted(len(prompt) for prompt, _ in expected.short)
     tied = f", {len(ties)} up to a tie" if ties else ""
     figures["text"] = (
@@ -224,7 +221,7 @@ async def _check_parity(cluster: CheckedCluster, expected: Expected, figures: di
     )
 
 
-async def _check_kill(
+async def check_kill(
     cluster: CheckedCluster, role: Role, expected: Expected, limit_s: float, figures: dict[str, Any]
 ) -> None:
     """Kills the worker of a role while a stream decodes and another prompt waits for its first token."""
@@ -246,7 +243,7 @@ async def _check_kill(
             break
     else:
         raise CheckFailed(f"streams of {len(wanted[0].token_ids)} tokens ended before the worker could be killed")
-    _check_blocks(await cluster.settled_report())
+    check_blocks(await cluster.settled_report())
     figures |= {"arrived": kill.num_arrived, "migrated": num_migrated, "replaced_s": replaced_s, "ties": ties}
     tied = f" up to a tie ({'; '.join(ties)})" if ties else ""
     figures["text"] = (
@@ -287,7 +284,7 @@ async def _answers_with_kill(
             each.cancel()
 
 
-async def _measure_rate(cluster: CheckedCluster, text: list[int], figures: dict[str, Any]) -> None:
+async def measure_rate(cluster: CheckedCluster, text: list[int], figures: dict[str, Any]) -> None:
     prefill = role_of(await cluster.settled_report(), "prefill")
     num_pool_tokens = prefill.load.num_blocks * prefill.block_size
     length = max(1, min(MAX_MOVED_TOKENS, prefill.max_model_len - NUM_TOKENS, num_pool_tokens // 4))
@@ -300,7 +297,7 @@ async def _measure_rate(cluster: CheckedCluster, text: list[int], figures: dict[
     num_bytes, seconds = after[0] - before[0], after[1] - before[1]
     if seconds <= 0:
         raise CheckFailed("no KV has moved")
-    _check_blocks(report)
+    check_blocks(report)
     figures |= {"bytes": num_bytes, "seconds": seconds, "bytes_per_s": num_bytes / seconds, "tokens": length}
     figures["text"] = (
         f"{num_bytes / seconds / 1e9:.3g} GB/s through {_connector(report)}: {num_bytes / 1e6:.3g} MB of KV for "
@@ -313,7 +310,7 @@ def _traffic(prefill: WorkerReport) -> tuple[int, float]:
     return sum(each.num_bytes for each in prefill.load.traffic), sum(each.shipping_s for each in prefill.load.traffic)
 
 
-def _check_blocks(report: StatusReport) -> None:
+def check_blocks(report: StatusReport) -> None:
     loads = [each.load for each in report.workers]
     if corrupt := sum(load.num_corrupt_blocks for load in loads):
         raise CheckFailed(f"{corrupt} blocks have arrived with another checksum than they were sent with")
@@ -351,16 +348,6 @@ def _checksums() -> Iterator[None]:
 
 
 # ---- around the steps
-
-
-def expected_engine(config: ClusterConfig) -> str:
-    """Name and version of the engine that workers with these settings run."""
-    return f"vllm {VLLM_VERSION}" if config.engine == "vllm" else f"tandem {own_version()}"
-
-
-def uses_gpus(config: ClusterConfig) -> bool:
-    device = config.engine_settings.device
-    return device == "cuda" or bool(visible_gpus(device, os.environ))
 
 
 def note_skipped(config: ClusterConfig, results: CheckResults) -> None:

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.deploy.engine_check.host_facts import device_name, driver_version, host_hash
+from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.engine_check.host_facts import device_name, driver_version, host_hash, uses_gpus
 from tandem.deploy.processes.runtime_dir import cache_dir
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.version import own_version
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 StepName = Literal["start", "parity", "kill decode", "kill prefill", "transfer rate"]
 STEPS: dict[StepName, str] = {
@@ -87,6 +89,11 @@ class CheckReport(msgspec.Struct, frozen=True):
         return f"checked on {day}: failed at {failed.name}: {failed.text}" if failed else f"not finished on {day}"
 
 
+def expected_engine(config: ClusterConfig) -> str:
+    """Name and version of the engine that workers with these settings run, as they report it."""
+    return f"vllm {VLLM_VERSION}" if config.engine == "vllm" else f"tandem {own_version()}"
+
+
 def report_file(engine: str, device: str) -> Path:
     """Returns where the result is kept. engine: with its version. Raises ConfigError for a user without a home."""
     parts = (engine, device, f"tandem {own_version()}", host_hash())
@@ -133,8 +140,11 @@ def status_line(engine: str, on_gpus: bool) -> str:
     return f"{engine} on {device}: {found}{changed}"
 
 
-def unproven_line(engine: str) -> str:
-    """Returns what `tandem up` says of an engine that runs on this host's GPUs; empty if a check has passed."""
+def unproven_line(config: ClusterConfig) -> str:
+    """Returns what `tandem up` says of an engine on this host's GPUs; empty if a check has passed, and on CPUs."""
+    if config.ray or not uses_gpus(config):
+        return ""
+    engine = expected_engine(config)
     report = kept_report(engine, device := device_name(on_gpus=True))
     names = list(STEPS) if report is None else report.unproven
     if not names:

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.deploy.processes.gpu_environment import PROC, gpu_names
+from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.processes.gpu_environment import PROC, gpu_names, visible_gpus
 from tandem.runtime.files.user_paths import home_folder
 from tandem.runtime.processes.command_line import SAFE_PATH, python_command
 
@@ -68,6 +69,12 @@ def host_hash() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
+def uses_gpus(config: ClusterConfig) -> bool:
+    device = config.engine_settings.device
+    return device == "cuda" or bool(visible_gpus(device, os.environ))
+
+
+@functools.cache
 def device_name(on_gpus: bool) -> str:
     """Returns the device of an engine on this host, such as "2 x NVIDIA H200" or "CPU"."""
     if not on_gpus:
@@ -77,6 +84,7 @@ def device_name(on_gpus: bool) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
+@functools.cache
 def driver_version() -> str:
     """Version of NVIDIA's driver; empty where there is none."""
     try:
