@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace) -> int:
         async def until_stopped() -> CheckReport:
             task = asyncio.current_task()
             assert task is not None
-            for number in (signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
             return await run_check(arguments.config, given_settings(arguments), arguments.timeout_s, results)
 

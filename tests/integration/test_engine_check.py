@@ -62,7 +62,7 @@ class Checked:
 
 @pytest.fixture
 def checked() -> Iterator[Checked]:
-    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # noqa: S108
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     yield Checked(folder)
     shutil.rmtree(folder)
 
