@@ -122,7 +122,7 @@ class EngineCheck:
 
     async def run(self) -> None:
         """Does all steps, as far as they can be done, and leaves nothing behind, also if it is cancelled."""
-        with _checksums():
+        with environment_of_workers():
             expected = await self._compute_expected()
             if expected is not None:
                 await self._check_apart(expected)
@@ -334,17 +334,19 @@ def _rotated(tokens: list[int], first: int, length: int) -> list[int]:
 
 
 @contextmanager
-def _checksums() -> Iterator[None]:
-    """Lets workers that are started in this context compare the checksums of blocks."""
-    before = os.environ.get(CHECKSUMS)
-    os.environ[CHECKSUMS] = "1"
+def environment_of_workers() -> Iterator[None]:
+    """Lets workers that are started in this context compare the checksums of blocks, and vLLM log its choices."""
+    given = {CHECKSUMS: "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL") or "INFO"}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[CHECKSUMS]
-        else:
-            os.environ[CHECKSUMS] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # ---- around the steps

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tandem.deploy.cluster_config import load_config
-from tandem.deploy.engine_check import check as module
 from tandem.deploy.engine_check.answers import Answer
 from tandem.deploy.engine_check.check import (
     LONG_TOKENS,
@@ -17,11 +17,13 @@ from tandem.deploy.engine_check.check import (
     CheckResults,
     check_kill,
     check_parity,
+    environment_of_workers,
     expected_answers,
     measure_rate,
     note_skipped,
 )
 from tandem.deploy.engine_check.checked_cluster import CheckFailed, role_of
+from tandem.deploy.processes.engine_python import vllm_environment
 from tandem.protocol.messages.membership import (
     PairStatus,
     PairTraffic,
@@ -227,8 +229,14 @@ def test_what_a_host_cannot_show_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(skipped("0,1", tensor_parallel_size=2)) == {"other GPUs", "other hosts"}
 
 
-def test_checksums_are_compared_while_the_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compare_checksums_and_log_their_choices_while_the_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_KV_CHECKSUMS", raising=False)
-    with module._checksums():
-        assert module.os.environ["TANDEM_KV_CHECKSUMS"] == "1"
-    assert "TANDEM_KV_CHECKSUMS" not in module.os.environ
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    with environment_of_workers():
+        assert (os.environ["TANDEM_KV_CHECKSUMS"], os.environ["VLLM_LOGGING_LEVEL"]) == ("1", "DEBUG")
+        assert vllm_environment(on_gpus=True)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+    with environment_of_workers():
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert not {"TANDEM_KV_CHECKSUMS", "VLLM_LOGGING_LEVEL"} & os.environ.keys()
+    assert vllm_environment(on_gpus=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
