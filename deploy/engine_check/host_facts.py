@@ -6,7 +6,6 @@ The engine's own Python is asked for its packages and for what its torch sees, b
 from __future__ import annotations
 
 import functools
-import getpass
 import hashlib
 import os
 import platform
@@ -20,7 +19,7 @@ import msgspec
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.processes.gpu_environment import PROC, gpu_names, visible_gpus
-from tandem.runtime.files.user_paths import home_folder
+from tandem.runtime.files.user_paths import home_folder, user_name
 from tandem.runtime.processes.command_line import SAFE_PATH, python_command
 
 _VARIABLES = re.compile(
@@ -145,14 +144,11 @@ def _secrets() -> list[str]:
 def _names() -> dict[str, str]:
     """What stands for people and hosts, with what is written in its place; longer names first."""
     found: dict[str, str] = {}
-    if (home := home_folder()) is not None and len(home.parts) > 1:
-        found[str(home)] = "~"
+    if (folder := home_folder()) is not None and len(folder.parts) > 1:
+        found[str(folder)] = "~"
     node = platform.node()
     found |= {name: f"<host {host_hash()}>" for name in (node, node.partition(".")[0]) if name not in ("", "localhost")}
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = ""
+    user = user_name()
     if user not in ("", "root"):
         found[user] = "<user>"
     return found

@@ -65,8 +65,12 @@ def gpu_names(proc: Path = PROC) -> list[str]:
     if found:
         return found
     try:  # under Windows, Linux has no such files
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S)
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_TIMEOUT_S,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
