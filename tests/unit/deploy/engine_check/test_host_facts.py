@@ -23,7 +23,6 @@ from tandem.deploy.engine_check.host_facts import (
     uses_gpus,
     without_names,
 )
-from tandem.deploy.processes import gpu_environment
 from tandem.deploy.processes.gpu_environment import gpu_names
 
 FAKE_TORCH = """
@@ -156,4 +155,3 @@ def test_a_model_is_named_without_its_place() -> None:
     assert [folder_name(each) for each in ("/data/ada/llama", "org/model", "./mine", "~/mine", "")] == [
         "llama", "org/model", "mine", "mine", "the demo model",
     ]  # fmt: skip
-    assert gpu_environment.PROC == host_facts.PROC
