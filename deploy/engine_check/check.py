@@ -43,6 +43,8 @@ from tandem.runtime.tasks import start
 from tandem.runtime.version import own_version
 
 NUM_PROMPTS, NUM_TOKENS = 10, 24
+MIN_TOKENS = 16
+"""Least length of the longest prompt, and of the text from which prompts are made."""
 LONG_TOKENS = 256
 """Length of the answers during which workers are killed."""
 KILLED_AFTER = 4
@@ -172,10 +174,15 @@ class EngineCheck:
 async def expected_answers(cluster: CheckedCluster, worker: WorkerReport, start_s: float) -> Expected:
     block, room = worker.block_size, worker.max_model_len - 1
     text = await cluster.tokenize(TEXT)
-    if len(text) < 16:
+    if len(text) < MIN_TOKENS:
         raise CheckFailed(f"the model's tokeniser makes {len(text)} tokens of {len(TEXT)} characters")
     num_pool_tokens = worker.load.num_blocks * block
-    longest = max(1, min(MAX_MOVED_TOKENS, room - LONG_TOKENS, num_pool_tokens // 4))
+    longest = min(MAX_MOVED_TOKENS, room - LONG_TOKENS, num_pool_tokens // 4)
+    if longest < MIN_TOKENS:
+        raise CheckFailed(
+            f"a context of {worker.max_model_len} tokens and a KV cache of {num_pool_tokens} are too small to check; give "
+            "a larger --max-model-len or --kv-cache-gib"
+        )
     boundaries = [
         3,
         *(each for number in (1, 2, 3) for each in (number * block - 1, number * block, number * block + 1)),

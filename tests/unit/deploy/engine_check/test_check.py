@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.deploy.cluster_config import load_config
@@ -120,6 +121,17 @@ async def test_prompts_end_around_the_boundaries_of_blocks_and_share_no_block() 
     firsts = {tuple(prompt[:3]) for prompt, _ in (*found.short, found.long, found.waiting)}
     assert len(firsts) == NUM_PROMPTS + 2
     assert len(found.waiting[0]) == 64 * BLOCK // 4, "a quarter of the KV cache"
+
+
+@in_no_time
+async def test_a_context_that_is_too_small_is_refused() -> None:
+    worker = await DoubleOfCluster().worker("decode")
+    for small in (
+        msgspec.structs.replace(worker, max_model_len=LONG_TOKENS + 10),
+        msgspec.structs.replace(worker, load=WorkerLoad(num_blocks=2)),
+    ):
+        with pytest.raises(CheckFailed, match="too small to check; give a larger --max-model-len or --kv-cache-gib"):
+            await expected_answers(DoubleOfCluster(), small, 1.0)  # type: ignore[arg-type]
 
 
 @in_no_time
