@@ -31,7 +31,7 @@ from tandem.deploy.cluster_config import (
 from tandem.deploy.commands.engine import add_engine_commands
 from tandem.deploy.operations import changes
 from tandem.deploy.operations.cluster_client import ClusterClient
-from tandem.deploy.setting_flags import add_settings
+from tandem.deploy.setting_flags import add_settings, given_settings
 from tandem.engine.engine_config import Device
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
@@ -213,7 +213,7 @@ def _parser(show_all: bool = False) -> CommandParser:
     help_text = "another record of the same request; both are compared, and nothing is computed"
     replay.add_argument("--against", default="", metavar="FILE", help=help_text)
     _add_call_flags(replay)
-    add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
+    add_engine_commands(add("engine", None, "install another engine, or prove an engine on this host"), show_all)
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, doctor, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
@@ -248,12 +248,6 @@ def _add_call_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
 
 
-def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that were given as flags."""
-    known = {each.key for each in settings()}
-    return {name: value for name, value in vars(arguments).items() if name in known}
-
-
 def _worker(arguments: argparse.Namespace) -> int:
     if arguments.count < 1:
         raise ConfigError(f"--count {arguments.count}: give 1 or more")
@@ -278,15 +272,16 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
+    from tandem.deploy.engine_check.check_report import unproven_line
     from tandem.deploy.launch.run_cluster import run_cluster, with_model
 
-    config = load_config(arguments.config, _overrides(arguments), serves_demo=True)
+    config = load_config(arguments.config, given_settings(arguments), serves_demo=True)
     if must_join and not config.join:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     config = with_model(config)
-    name = config.served_model_name
+    name, unproven = config.served_model_name, unproven_line(config)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
@@ -298,6 +293,8 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
             progress.stop()
             console.print(f"Ready: {stages}.", soft_wrap=True)
             _print_ready(console, config, logs)
+            if unproven:
+                console.print(unproven, soft_wrap=True)
 
         asyncio.run(run_cluster(config, show_progress, show_ready))
     console.print("Stopped.")
@@ -388,10 +385,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         from tandem.deploy.commands.simulate import simulate_trace
 
-        config = load_config(arguments.config, _overrides(arguments))
+        config = load_config(arguments.config, given_settings(arguments))
         simulate_trace(config, arguments.trace, arguments.step_times, arguments.json, arguments.plot)
         return 0
-    of_trace = {**_overrides(arguments), **{name: getattr(arguments, name) for name in ("step_times", "json", "plot")}}
+    of_trace = {
+        **given_settings(arguments),
+        **{name: getattr(arguments, name) for name in ("step_times", "json", "plot")},
+    }
     for name, value in of_trace.items():
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --trace: without it, seeds decide the cluster")

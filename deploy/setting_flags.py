@@ -65,3 +65,9 @@ def _add_flag(group: Any, setting: Setting, is_shown: bool = True) -> None:
     if setting.key == "ray":
         options |= {"nargs": "?", "const": "auto"}
     group.add_argument(flag_name(setting.key), **options)
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that were given as flags."""
+    known = {each.key for each in settings()}
+    return {name: value for name, value in vars(arguments).items() if name in known}

@@ -23,7 +23,7 @@ from tandem.engine.cpu.packed_linear import PackedLinear, is_packable
 from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
-from tandem.protocol.messages.numerics import Numerics
+from tandem.protocol.messages.numerics import GPU_INSTRUCTION_SET, Numerics
 from tandem.runtime.version import own_version
 
 CPU_KERNELS = "cpu-3"
@@ -182,7 +182,7 @@ def _gpu_name(device: torch.device) -> str:
 
 def _compute_capability(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor}"
+    return f"{GPU_INSTRUCTION_SET} {major}.{minor}"
 
 
 def _libraries(on_cpu: bool) -> str:

@@ -1,16 +1,21 @@
-"""`tandem engine install vllm`: makes an environment with the version of vLLM that workers need."""
+"""`tandem engine install vllm` makes an environment with the version of vLLM that workers need; `tandem engine check`
+proves an engine on this host (`deploy.engine_check`)."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import fcntl
+import logging
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from tandem.deploy.engine_check.check_report import CheckReport, save_report, write_report
+from tandem.deploy.engine_check.check_settings import NOT_OFFERED
+from tandem.deploy.engine_check.host_facts import without_names
 from tandem.deploy.processes.engine_python import (
     INCOMPLETE,
     default_folder,
@@ -25,6 +33,7 @@ from tandem.deploy.processes.engine_python import (
     vllm_environment,
 )
 from tandem.deploy.processes.gpu_environment import visible_gpus
+from tandem.deploy.setting_flags import add_settings, given_settings
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole
@@ -41,7 +50,16 @@ _IMPORT = "import vllm.v1.engine.async_llm"
 """Shows that vLLM can be used, and compiles its modules, so that the first worker starts as fast as the next."""
 
 
-def add_engine_commands(parser: argparse.ArgumentParser) -> None:
+_CHECK_DESCRIPTION = """\
+Prove an engine with your model on this host: start, the same tokens with KV that moves, kill -9 of a prefill and a
+decode worker in mid-stream, transfer rate. Clusters are started on free ports and stopped again. The result is kept for
+`tandem status`. Exit status: 0 if all steps have passed, else 1."""
+COMMON_OF_CHECKS = ("model", "engine", "engine_python", "device", "dtype", "max_model_len", "kv_cache_gib")
+"""Settings that `tandem engine check --help` shows; `--help-all` shows all."""
+
+
+def add_engine_commands(parser: argparse.ArgumentParser, show_all: bool) -> None:
+    """show_all: whether the help of `check` has all flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     install = actions.add_parser("install", allow_abbrev=False, help="make the environment of an engine")
     engines = install.add_subparsers(required=True, metavar="ENGINE", dest="installed_engine")
@@ -52,6 +70,19 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=help_text)
     help_text = "Python of the environment, 3.11 to 3.14 (default: the one that runs this command)"
     vllm.add_argument("--python", default=sys.executable, metavar="PYTHON", help=help_text)
+    check = actions.add_parser(
+        "check",
+        allow_abbrev=False,
+        help="prove an engine with a model on this host",
+        usage="tandem engine check --model MODEL [--engine vllm] [FLAGS]",
+        description=_CHECK_DESCRIPTION,
+    )
+    check.set_defaults(run=_check)
+    help_text = "also write the result here, to be sent in; it holds no keys, and no names of users and hosts"
+    check.add_argument("--report", type=Path, metavar="FILE", help=help_text)
+    help_text = "seconds after which the check ends (default: 3600)"
+    check.add_argument("--timeout-s", type=float, default=3600.0, metavar="X", help=help_text)
+    add_settings(check, COMMON_OF_CHECKS, NOT_OFFERED, show_all)
 
 
 def _install(arguments: argparse.Namespace) -> None:
@@ -59,6 +90,65 @@ def _install(arguments: argparse.Namespace) -> None:
     install_vllm(folder, arguments.python, bool(visible_gpus("auto", os.environ)))
     named = f" --engine-python {folder}/bin/python" if arguments.folder else ""
     print(f"Use it with: tandem up --engine vllm{named} --model MODEL")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Runs the check until it ends or this process gets SIGINT, SIGTERM or SIGHUP; then no result is kept."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from tandem.deploy.engine_check.check import CheckResults, run_check
+
+    file: Path | None = arguments.report
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"--report {file}: there is no folder {file.absolute().parent}")
+    warnings = KeptWarnings()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", handlers=[warnings])
+    with Console(stderr=True).status("") as shown:
+        results = CheckResults(partial(print, flush=True), lambda text: shown.update(escape(text)))
+
+        async def until_stopped() -> CheckReport:
+            task = asyncio.current_task()
+            assert task is not None
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            return await run_check(arguments.config, given_settings(arguments), arguments.timeout_s, results)
+
+        try:
+            report = asyncio.run(until_stopped())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+    report.logs["launcher"] = without_names("\n".join(warnings.lines))
+    kept = _keep(report, file)
+    print(f"{'Passed' if report.has_passed else 'Not passed'}: {report.engine} on {report.device}. Report: {kept}")
+    return 0 if report.has_passed else 1
+
+
+def _keep(report: CheckReport, file: Path | None) -> str:
+    """Keeps the result for `tandem status`, and writes it to a file that was asked for. Returns where it is."""
+    if file is not None:
+        try:
+            write_report(report, file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+    try:
+        kept = save_report(report)
+    except (ConfigError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        print(f"The result cannot be kept for `tandem status`: {reason}")
+        return str(file) if file is not None else "give --report FILE"
+    return str(file or kept)
+
+
+class KeptWarnings(logging.Handler):
+    """Keeps the last lines that were logged, in place of showing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: deque[str] = deque(maxlen=200)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
 
 
 def install_vllm(folder: Path, python: str, has_gpus: bool) -> None:

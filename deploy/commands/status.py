@@ -14,11 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.deploy.autoscale.planner import counts_text
+from tandem.deploy.engine_check.check_report import status_line
 from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.operations.serving_rates import RateSample, ServingRates, rates
-from tandem.protocol.messages.membership import DECODE_ROLES, Role, TierFigures, WorkerReport
+from tandem.protocol.messages.membership import DECODE_ROLES, Role, StatusReport, TierFigures, WorkerReport
+from tandem.protocol.messages.numerics import GPU_INSTRUCTION_SET
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError
+from tandem.runtime.host import is_elsewhere
 
 PLAN_TIMEOUT_S = 2.0
 INTERVAL_S = 1.0
@@ -100,6 +103,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     head += _limits(first.workers)
     if first.exactness:
         head += f"\nexact: {escape(first.exactness)}"
+    head += "".join(f"\n{escape(line)}" for line in engine_lines(first))
     proxies = plain_table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"
@@ -146,6 +150,18 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     shown_lines = ["\n".join(lines) for lines in (draft_lines, tier_lines) if lines]
     parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_lines, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
+
+
+def engine_lines(report: StatusReport) -> list[str]:
+    """What `tandem engine check` has found on this host, for engines of its workers that were not proven elsewhere:
+    vLLM's, and all on GPUs."""
+    found = set()
+    for worker in report.workers:
+        numerics = report.numerics.get(worker.numerics)
+        on_gpus = numerics is not None and numerics.instruction_set.startswith(GPU_INSTRUCTION_SET)
+        if not is_elsewhere(worker.worker.host_id) and (on_gpus or worker.engine.startswith("vllm ")):
+            found.add((worker.engine, on_gpus))
+    return [status_line(engine, on_gpus) for engine, on_gpus in sorted(found)]
 
 
 def tier_sizes_gib(tier: TierFigures, num_ranks: int) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler
-from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig, EngineName
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
@@ -54,7 +54,8 @@ from tandem.runtime.tasks import keep_running, start_job
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S: dict[EngineName, float] = {"tandem": 600.0, "vllm": 1800.0}
+"""By engine: on GPUs vLLM compiles a large model and captures its graphs for minutes, after it has read the weights."""
 STOP_GRACE_S = 2.5
 DRAIN_GRACE_S = 10.0
 """Seconds after its drain timeout at which a removed worker is killed."""
@@ -343,7 +344,8 @@ class Launcher:
     async def _until_ready(self, on_progress: OnProgress, stages: StartStages) -> None:
         """Waits until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + START_TIMEOUT_S
+        timeout_s = START_TIMEOUT_S[self._config.engine]
+        deadline = loop.time() + timeout_s
         while not self._stopping.is_set():
             for name in self._incomplete_proxies()[:MAX_ASKED]:
                 self._controls[name].send(GetStatus("workers"))
@@ -354,7 +356,7 @@ class Launcher:
                 return
             if loop.time() > deadline:
                 raise InternalError(
-                    f"the cluster did not start within {START_TIMEOUT_S:.0f} s; the workers' logs may show why"
+                    f"the cluster did not start within {timeout_s:.0f} s; the workers' logs may show why"
                 )
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 0.1)

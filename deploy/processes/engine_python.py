@@ -156,7 +156,7 @@ def vllm_environment(on_gpus: bool, exact: bool = False) -> dict[str, str]:
     """
     environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")} | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the worker's own process, and ends with it
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL") or "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

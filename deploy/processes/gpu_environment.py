@@ -18,6 +18,8 @@ from tandem.engine.engine_config import Device
 from tandem.runtime.errors import ConfigError
 
 _QUERY_TIMEOUT_S = 20.0
+PROC = Path("/proc/driver/nvidia")
+"""Where NVIDIA's driver describes itself and its GPUs, also in containers."""
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Variables that leave cuBLAS no memory for products that are split along the sum, as it splits those of few rows.
 
@@ -51,6 +53,27 @@ def visible_gpus(device: Device, environment: Mapping[str, str], devices: Path =
             names.pop()  # cannot be used as a whole
         names.append(name)
     return names
+
+
+def gpu_names(proc: Path = PROC) -> list[str]:
+    """Models of all GPUs of this host, such as "NVIDIA H200", also of those that are not visible to workers."""
+    try:
+        texts = [file.read_text() for file in sorted(proc.glob("gpus/*/information"))]
+    except OSError:
+        texts = []
+    found = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*\S)", text, re.MULTILINE))]
+    if found:
+        return found
+    try:  # under Windows, Linux has no such files
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
 
 
 def least_used(gpus: Sequence[str], used: Mapping[str, int], num_ranks: int) -> list[str]:

@@ -13,7 +13,9 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.runtime.errors import ConfigError
@@ -33,6 +35,8 @@ MAX_FOLDER_BYTES = MAX_SOCKET_PATH_BYTES - len("/media-cache.sock")
 """Limit on the folder's path, in which no socket of Tandem has a longer name."""
 VLLM_MAX_FOLDER_BYTES = MAX_SOCKET_PATH_BYTES - len("/00000000-0000-0000-0000-000000000000")
 """The same for vLLM's sockets, whose names are UUIDs."""
+_PATIENCE, _PATIENCE_S = 20, 0.4
+"""Attempts to lock a folder, and their time: another launcher may be removing an abandoned one."""
 _SHORT_NAME = re.compile(r"[\w.-]{1,24}", re.ASCII)
 
 _locks: dict[Path, list[int]] = {}
@@ -111,8 +115,10 @@ def create_runtime_dir(port: int | str) -> Path:
 
     Raises ConfigError if another launcher uses it. What decides is a lock on a file beside it, which the kernel
     releases when the process ends: from then on nothing happens to the folder but by the process that has the lock.
+    Folders beside it that other launchers have left are removed: their ports or names may never be used again.
     """
     folder = runtime_dir(port)
+    remove_abandoned_dirs(folder.parent)
     locks = [_lock(folder, port)]
     pid_file = folder / "launcher.pid"
     try:
@@ -153,6 +159,35 @@ def remove_runtime_dir(folder: Path, *, keeps_logs: bool = False) -> None:
             os.close(lock)
 
 
+def remove_abandoned_dirs(base: Path) -> None:
+    """Removes the folders of this user's launchers that were killed. Logs that a failed cluster has left stay."""
+    with suppress(OSError):
+        for file in base.glob("tandem-*.lock"):  # which a launcher removes when it ends by itself
+            _remove_if_abandoned(file.with_name(file.name.removesuffix(".lock")), file)
+
+
+def _remove_if_abandoned(folder: Path, file: Path) -> None:
+    """file: the lock beside the folder. A launcher that starts there at this moment waits for it, see `_lock`."""
+    locks: list[int] = []
+    try:
+        for each in (file, folder / "launcher.pid"):
+            if each == file or os.path.lexists(folder):
+                locks.append(os.open(each, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = [os.fstat(lock) for lock in locks]
+        are_ours = all(stat.S_ISREG(each.st_mode) and each.st_uid == os.getuid() for each in found)
+        if not are_ours or not _is_same(file, found[0]):
+            return
+        if len(locks) > 1:
+            shutil.rmtree(folder)
+        file.unlink()
+    except OSError:  # it is in use, or another user's
+        return
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
 def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
@@ -163,7 +198,7 @@ def _lock(folder: Path, port: int | str) -> int:
     The owner removes the file before it releases the lock, so a file that was opened before may be nobody's when it is
     locked: then the next one is tried.
     """
-    file = _lock_file(folder)
+    file, patience = _lock_file(folder), _PATIENCE
     while True:
         try:
             lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -180,8 +215,11 @@ def _lock(folder: Path, port: int | str) -> int:
                 return lock
         except BlockingIOError:
             pid = os.pread(lock, 20, 0).decode(errors="replace")
-            os.close(lock)
-            raise _in_use(port, pid) from None
+            if patience == 0:
+                os.close(lock)
+                raise _in_use(port, pid) from None
+            patience -= 1
+            time.sleep(_PATIENCE_S / _PATIENCE)
         except OSError as error:
             os.close(lock)
             raise ConfigError(f"cannot lock {file}: {error.strerror}") from error

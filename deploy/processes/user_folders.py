@@ -6,7 +6,6 @@ the cluster stops: what libraries keep there, such as compiled kernels, is made 
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import site
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from tandem.deploy.processes.runtime_dir import LOGS, log_dir
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.files.user_paths import home_folder, is_writable, user_folder
+from tandem.runtime.files.user_paths import home_folder, is_writable, user_folder, user_name
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +74,7 @@ def make_missing_folders(folder: Path) -> dict[str, str]:
     for name in _CACHES:
         if (given := os.environ.get(name)) and not _can_make(Path(given)):
             environment[name] = str(own_cache / name.lower())
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):  # libraries name folders after the user
+    if not user_name():  # libraries name folders after the user
         environment["LOGNAME"] = f"user-{os.getuid()}"
     try:
         tempfile.gettempdir()

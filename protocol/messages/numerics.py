@@ -11,6 +11,9 @@ from hashlib import blake2b
 
 import msgspec
 
+GPU_INSTRUCTION_SET = "compute capability"
+"""Begins the `instruction_set` of workers on GPUs."""
+
 
 class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The arithmetic of one worker. Values are for people, too: messages about two workers name a field and both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def home_folder() -> Path | None:
     except RuntimeError:
         return None
     return home if home.is_absolute() else None
+
+
+def user_name() -> str:
+    """Returns the user's name, from the environment or the file of passwords; empty if neither has one."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def expanded(path: str | Path) -> Path:

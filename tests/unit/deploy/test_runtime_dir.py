@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +103,35 @@ def test_the_folder_of_a_dead_launcher_is_made_again() -> None:
     old.touch()
     create_runtime_dir(PORT)
     assert not old.exists(), "files of a dead launcher are removed"
+
+
+def test_a_start_removes_what_killed_launchers_have_left_for_other_ports(tmp_path: Path) -> None:
+    """But neither the folder of one that runs, nor the logs of a cluster that has failed."""
+    running = create_runtime_dir("runs")
+    failed = create_runtime_dir("failed")
+    (failed / "logs").mkdir()
+    remove_runtime_dir(failed, keeps_logs=True)
+    killed = fork_child(lambda: (create_runtime_dir(PORT), os.kill(os.getpid(), signal.SIGKILL)), set(), {})
+    killed.wait(60)
+    left = runtime_dir(PORT)
+    assert left.exists() and left.with_name(f"{left.name}.lock").exists()
+    alone = tmp_path / "tandem-1.lock"  # of a launcher that was killed before it had made the folder
+    alone.touch()
+    foreign = tmp_path / "tandem-2.lock"
+    foreign.symlink_to(tmp_path / "elsewhere")
+    started = create_runtime_dir(PORT + 1)
+    locks = {each.with_name(f"{each.name}.lock") for each in (running, started)}
+    assert set(tmp_path.iterdir()) == {running, failed, started, *locks, foreign}
+
+
+def test_a_start_waits_for_one_that_removes_an_abandoned_folder() -> None:
+    folder = runtime_dir(PORT)
+    with folder.with_name(f"{folder.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        releasing = threading.Timer(0.1, lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        releasing.start()
+        assert create_runtime_dir(PORT) == folder
+        releasing.join()
 
 
 def test_nothing_is_left_of_a_folder_that_its_owner_removes(tmp_path: Path) -> None:
