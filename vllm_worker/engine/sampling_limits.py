@@ -26,7 +26,10 @@ MAX_ENTRIES = 16_384
 def check_supported(message: PromptMessage) -> None:
     """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
     if isinstance(message, StartPrefill) and message.pooling is not None:
-        raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
+        raise InvalidRequest(
+            "this worker runs vLLM, whose engine either generates or embeds; for embeddings, start a cluster with "
+            "Tandem's engine and this model on another port (tandem up --engine tandem)"
+        )
     check_lists(message)
     _check_thinking_budget(message.sampling)
 
