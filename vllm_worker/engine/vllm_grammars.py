@@ -160,8 +160,9 @@ class VllmGrammars:
         if masks.rows:
             # A tokeniser may have more tokens than the logits.
             bits[masks.rows] = masks.bits.view(np.uint32)[masks.mask_rows, : self._num_words]
+        followed = set(masks.rows)
         for row, sample in enumerate(samples):
-            if row not in masks.rows:
+            if row not in followed:
                 bits[row] &= ~self._bits(sample.banned_token_ids)
             thinking = constraints[row].thinking
             forced = thinking.forced_token(sample.output_token_ids) if thinking is not None else None
