@@ -37,8 +37,8 @@ EngineName = Literal["tandem", "vllm"]
 MIN_BATCHED_TOKENS = 16
 MIN_BLOCK_SIZE = 8
 _PATHS = (
-    "model", "engine_python", "generation_config", "data_dir", "kv_disk_dir", "network_keys", "api_keys_file",
-    "admin_keys_file", "ssl_certfile", "ssl_keyfile", "record",
+    "model", "engine_python", "generation_config", "chat_template", "data_dir", "kv_disk_dir", "network_keys",
+    "api_keys_file", "admin_keys_file", "ssl_certfile", "ssl_keyfile", "record",
 )  # fmt: skip
 """Settings that may name a file or a folder in the user's home as ~/PATH."""
 

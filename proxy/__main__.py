@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             from tandem.proxy.server import serve
             from tandem.proxy.text.model_text import ModelText
 
-        text = ModelText(config.model, config.requests.generation_config)
+        text = ModelText(config.model, config.requests.generation_config, config.requests.chat_template)
         # One more, because one client's requests never hold all of them.
         readers = ReaderPool(BodyReader(text, config), config, config.reader_processes + 1)
         readers.fork()

@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import tandem.runtime
 from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded, user_folder
-from tandem.runtime.processes.command_line import SAFE_PATH, python_command
+from tandem.runtime.processes.command_line import LAUNCHER_PYTHON, SAFE_PATH, python_command
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 INSTALL_COMMAND = "tandem engine install vllm"
@@ -75,6 +76,7 @@ class EnginePython:
         return {
             **SAFE_PATH,
             "PYTHONPATH": str(packages),
+            LAUNCHER_PYTHON: sys.executable,
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
             "TMPDIR": str(Path(path, temporary.name)),
             "VLLM_RPC_BASE_PATH": path,

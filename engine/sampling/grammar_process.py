@@ -185,7 +185,8 @@ class GrammarMatcher:
         new = list(output_token_ids[self._num_consumed :])
         if new and matcher.consume_tokens(new):
             self._num_consumed += len(new)
-        mask = bytearray(matcher.compute_bitmask()) if not matcher.is_error() else bytearray()
+        # The library adds a word where the vocabulary fills the last one, and all masks of a step have one size.
+        mask = bytearray(matcher.compute_bitmask())[: self._num_bytes] if not matcher.is_error() else bytearray()
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {one_line(matcher.get_error())}")
         _clear_bits(mask, [self._eos_token_id])  # the request's stop tokens end a sequence, not the tokeniser's

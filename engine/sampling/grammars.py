@@ -107,17 +107,17 @@ class Grammars:
 
     model: a folder or a hub id; its tokeniser is loaded in the background. A worker without a usable tokeniser still
     serves, and only requests with a grammar fail. vocab_size: of the logits.
-    on_compiled: called on another thread after each compilation.
+    on_compiled: called on another thread after each compilation. python: interpreter of the processes; "" for our own.
     """
 
-    def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
+    def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object], python: str = "") -> None:
         self._on_compiled = on_compiled
         self._lock = threading.Lock()  # vLLM's engine calls `get` on a thread of its own
         self._cached: OrderedDict[str, Grammar] = OrderedDict()
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._queue: CompileQueue[Callable[[], None]] = CompileQueue()
         self._lanes = ThreadPoolExecutor(_NUM_LANES, "grammars", show_thread_name)
-        self._server = self._lanes.submit(lambda: GrammarServer(read_tokenizer(model, vocab_size)))
+        self._server = self._lanes.submit(lambda: GrammarServer(read_tokenizer(model, vocab_size), python))
 
     def get(self, text: str | None, client: str = "", is_optional: bool = False) -> Grammar | None:
         """Returns the grammar for `SamplingParams.grammar`. Call on one thread. Raises Overloaded.
@@ -260,9 +260,13 @@ class OpenGrammar(NamedTuple):
 
 
 class GrammarServer:
-    """Starts the fork server, which then loads. Any thread may use it; each call has an event loop of its own."""
+    """Starts the fork server, which then loads. Any thread may use it; each call has an event loop of its own.
 
-    def __init__(self, tokenizer: LoadTokenizer) -> None:
+    python: its interpreter; "" for our own.
+    """
+
+    def __init__(self, tokenizer: LoadTokenizer, python: str = "") -> None:
+        self._python = python
         self._config = msgspec.msgpack.encode(tokenizer)
         self._server = KeptForkServer(self._spawn, LOAD_TIMEOUT_S)
         self._lock = threading.Lock()
@@ -273,7 +277,8 @@ class GrammarServer:
             log.error("the process for grammars does not start, and is started for the next one: %s", error)
 
     def _spawn(self) -> ForkServer:
-        return ForkServer.spawn("tandem.engine.sampling.grammar_process", os.environ, config=self._config)
+        module = "tandem.engine.sampling.grammar_process"
+        return ForkServer.spawn(module, os.environ, python=self._python, config=self._config)
 
     def open(self, timeout_s: float) -> OpenGrammar:
         """Returns a new process, of a new server if the last one was lost.

@@ -36,16 +36,20 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         if not self.is_open and tuple(output_token_ids[:start]) != self.opening:
             return None
-        return None if self._has_ended(output_token_ids[start : start + self.max_tokens]) else self.forced[number]
+        number += self._num_begun(output_token_ids[start : start + self.max_tokens])
+        return self.forced[number] if number < len(self.forced) else None
 
-    def _has_ended(self, thought: Sequence[int]) -> bool:
-        """Whether these tokens contain the ending, or end with the beginning of it."""
+    def _num_begun(self, thought: Sequence[int]) -> int:
+        """Returns how many of the forced tokens these tokens end with; all of them if they contain the ending.
+
+        A model may begin the ending at the limit and then go on with something else.
+        """
         size = len(self.ending)
-        return any(
-            tuple(thought[place : place + size]) == self.ending[: len(thought) - place]
-            for place, token_id in enumerate(thought)
-            if token_id == self.ending[0]
-        )
+        for place, token_id in enumerate(thought):
+            rest = tuple(thought[place : place + size])
+            if token_id == self.ending[0] and rest == self.ending[: len(rest)]:
+                return len(rest) if len(rest) < size else len(self.forced)
+        return 0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def needs_history(self) -> bool:
         """Whether earlier tokens affect sampling."""
         return self.has_penalties or bool(self.bad_words) or self.grammar is not None or self.thinking is not None
+
+    @property
+    def forced_token_ids(self) -> tuple[int, ...]:
+        """Tokens that are generated when the thinking has reached its limit; empty without a limit."""
+        thinking = self.thinking
+        return thinking.forced if thinking is not None and thinking.max_tokens is not None else ()
 
     @property
     def has_penalties(self) -> bool:

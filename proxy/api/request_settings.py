@@ -23,6 +23,9 @@ class RequestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation_config: Annotated[str, setting("model", description=
         "Where defaults of sampling come from: auto reads the model's generation_config.json, vllm uses none, and a "
         "folder or file is read in place of the model's.")] = "auto"
+    chat_template: Annotated[str, setting("model", description=
+        "File with the chat template in place of the model's: Jinja, or JSON with one or several by name as in a "
+        "tokenizer_config.json.")] = ""
     max_logprobs: Annotated[int, setting("model", ge=-1, description=
         "Most likely tokens that a request may ask for per token; -1 for all, which makes answers very large.")] = 20
     trust_request_chat_template: Annotated[bool, setting("HTTP", description=

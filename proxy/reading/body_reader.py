@@ -84,7 +84,7 @@ class BodyReader:
     @classmethod
     def load(cls, config: ProxyConfig) -> BodyReader:
         """Loads the model's text files. Raises ConfigError."""
-        return cls(ModelText(config.model, config.requests.generation_config), config)
+        return cls(ModelText(config.model, config.requests.generation_config, config.requests.chat_template), config)
 
     def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.

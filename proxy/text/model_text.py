@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from jinja2 import TemplateSyntaxError
 from msgspec import Meta
 from tokenizers import Tokenizer
 
@@ -41,15 +42,19 @@ def reserved_variables() -> frozenset[str]:
     return frozenset({*parameters, "conversations", "messages", "raise_exception"})
 
 
+_SHORT_CHAT = [{"role": "user", "content": "Hello"}]
+
+
 class ModelText:
     """tokenizer: never changed after loading, so threads may share it.
 
     eos_token_ids: tokens that end a sequence unless the request ignores them. generation_config: see
-    `SamplingDefaults.read`; it does not change eos_token_ids.
+    `SamplingDefaults.read`; it does not change eos_token_ids. chat_template: file with templates in place of the
+    model's; empty for the model's own.
     """
 
-    def __init__(self, model: str, generation_config: str = "auto") -> None:
-        """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
+    def __init__(self, model: str, generation_config: str = "auto", chat_template: str = "") -> None:
+        """Raises ConfigError if there is no such model, or if its tokeniser or a given template cannot be read."""
         folder = self.folder = find_model(model)
         try:
             self._backend = load_tokenizer(str(folder))
@@ -58,8 +63,10 @@ class ModelText:
                 f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line(error)}"
             ) from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
-        self._templates = ChatTemplates.read(folder)
+        self._templates = ChatTemplates.given(expanded(chat_template)) if chat_template else ChatTemplates.read(folder)
         self._habits: dict[str, TemplateHabits] = {}  # by template
+        if chat_template:
+            self._check_syntax(chat_template)
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         # A model's vocabulary is often padded beyond its tokeniser's.
         self.num_token_ids = max(
@@ -130,6 +137,19 @@ class ModelText:
         assert first_error is not None
         raise first_error
 
+    def _check_syntax(self, file: str) -> None:
+        """Raises ConfigError for what does not compile. Templates may refuse the chat that they are tried with."""
+        for name, source in self._templates.by_name.items():
+            try:
+                self._backend.apply_chat_template(_SHORT_CHAT, tokenize=False, chat_template=source)
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"--chat-template: the template {name!r} in {file} is not valid Jinja, at line {error.lineno}: "
+                    f"{first_line(error)}"
+                ) from error
+            except Exception as error:
+                log.debug("the chat template %r refuses a chat of one turn: %s", name, error)
+
     def _habits_of(self, source: str) -> TemplateHabits:
         """A client's own template is rendered in a process that ends then, so that few are kept."""
         if source not in self._habits:
@@ -194,6 +214,19 @@ class ChatTemplates:
                 found = (_files(folder) if source == _FILES else _of_config(folder / source)) | found
         return cls(found)
 
+    @classmethod
+    def given(cls, file: Path) -> ChatTemplates:
+        """Reads the templates of `--chat-template`: Jinja, or JSON as in tokenizer_config.json. Raises ConfigError."""
+        if not file.is_file():
+            raise ConfigError(f"--chat-template: there is no file {file}")
+        found = _of_config(file) if file.suffix == ".json" else {DEFAULT: _read(file)}
+        if not found:
+            raise ConfigError(f"--chat-template: {file} has no chat_template")
+        for source in found.values():
+            if "{{" not in source and "{%" not in source:
+                raise ConfigError(f"--chat-template: {file} is no Jinja template: it has neither {{{{ nor {{%")
+        return cls(found)
+
     def choose(self, has_tools: bool) -> str | None:
         """Returns the template for a chat, or None if the model has none."""
         source = self.by_name.get(DEFAULT)
@@ -209,7 +242,7 @@ def _files(folder: Path) -> dict[str, str]:
     """Returns the templates that are files of their own."""
     files = {DEFAULT: folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    return {name: _read(file).decode() for name, file in files.items() if file.is_file()}
+    return {name: _read(file) for name, file in files.items() if file.is_file()}
 
 
 def _of_config(file: Path) -> dict[str, str]:
@@ -223,10 +256,10 @@ def _of_config(file: Path) -> dict[str, str]:
         raise ConfigError(f"cannot read the chat template in {file}: {error}") from error
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path) -> str:
     try:
-        return read_regular(file, _MAX_FILE_BYTES)
-    except OSError as error:
+        return read_regular(file, _MAX_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
 
 

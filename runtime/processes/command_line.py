@@ -10,6 +10,10 @@ from types import MappingProxyType
 SAFE_PATH = MappingProxyType({"PYTHONSAFEPATH": "1"})
 """Environment with which also what a library starts, such as torch's compilers, leaves out the working folder."""
 
+LAUNCHER_PYTHON = "TANDEM_LAUNCHER_PYTHON"
+"""Variable in the environment of a worker with another interpreter than Tandem's: the path of Tandem's own, for what
+the worker starts that needs a library of Tandem in its version."""
+
 
 def python_command(*arguments: str, python: str = "") -> list[str]:
     """Returns the command line of an interpreter that imports nothing from its working folder.

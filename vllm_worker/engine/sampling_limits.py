@@ -29,15 +29,29 @@ def check_supported(message: PromptMessage, speculates: bool = False) -> None:
     speculates: whether it decodes speculatively.
     """
     if isinstance(message, StartPrefill) and message.pooling is not None:
-        raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
-    if message.sampling.thinking is not None and message.sampling.thinking.max_tokens is not None:
         raise InvalidRequest(
-            "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
-            "thinking off"
+            "this worker runs vLLM, whose engine either generates or embeds; for embeddings, start a cluster with "
+            "Tandem's engine and this model on another port (tandem up --engine tandem)"
         )
     if speculates:
         check_speculated(message.sampling)
     check_lists(message)
+    _check_thinking_budget(message.sampling)
+
+
+def _check_thinking_budget(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for lists that exclude a token which ends the thinking: vLLM applies them after the mask
+    that forces it, so no token would be left."""
+    forced = set(sampling.forced_token_ids)
+    is_allowed = not sampling.allowed_token_ids or forced <= set(sampling.allowed_token_ids)
+    is_banned = any(word[-1] in forced for word in sampling.bad_words)
+    for field, excludes in (("allowed_token_ids", not is_allowed), ("bad_words", is_banned)):
+        if excludes:
+            raise InvalidRequest(
+                f"{field} excludes tokens that end the model's thinking ({', '.join(map(str, sorted(forced)))}); "
+                "workers with vLLM's engine then take no thinking_token_budget. Leave one out.",
+                field,
+            )
 
 
 def check_speculated(sampling: SamplingParams) -> None:

@@ -40,7 +40,7 @@ from tandem.vllm_worker.engine.prefix_events import CollectedEvents, PrefixEvent
 from tandem.vllm_worker.engine.step_pause import StepPause
 from tandem.vllm_worker.engine.step_shares import StepShares
 from tandem.vllm_worker.engine.step_timer import StepTime, StepTimer
-from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
+from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars, constraint_of
 from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
 from tandem.vllm_worker.extensions.tandem_connector import RECEIVES, SHIPS, TandemConnector
@@ -390,7 +390,7 @@ class VllmEngine:
     def _add_compiled(self) -> None:
         """Adds requests whose grammars are compiled."""
         for engine_id, request in list(self._waiting.items()):
-            if not request.structured_output_request.grammar.is_ready:
+            if not constraint_of(request).is_ready:
                 continue
             del self._waiting[engine_id]
             if (error := self._grammars.why_refused(request)) is not None:

@@ -15,8 +15,8 @@ from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine.sampling_limits import banned_tokens
 from tandem.vllm_worker.extensions.worker_extension import OUTPUT
 
-GRAMMAR_OPTIONS = "tandem_grammar"
-"""Name in vLLM's extra arguments of what `GrammarState` needs to know besides the grammar: thinking and is_optional."""
+CONSTRAINT = "tandem_constraint"
+"""Name in vLLM's extra arguments of what `vllm_grammars.Constraint` is made of: sampling parameters and the stop."""
 _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
 
@@ -63,10 +63,15 @@ def vllm_sampling(
     num_prompt_logprobs = limited(_num_prompt_logprobs(message, number, len(generated)))
     if given.allowed_token_ids and not allowed:
         raise InvalidRequest(f"allowed_token_ids has no token id below {vocab_size}")
+    if max(given.forced_token_ids, default=0) >= vocab_size:
+        raise InvalidRequest("the model's vocabulary lacks the tokens that end its thinking", "thinking_token_budget")
     bias = {token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size}
     # vLLM's first model runner looks for bad words one by one in each step, and adds a bias to all sequences at once.
     biased = [] if speculates else known(banned_tokens(given))
     bias |= dict.fromkeys(biased, float("-inf"))
+    # vLLM asks for a mask where there is a grammar, whatever is in it. It would not end a sequence before min_tokens,
+    # where the grammar may allow nothing but the end.
+    is_constrained = given.grammar is not None or bool(given.forced_token_ids)
     words = [list(word) for word in given.bad_words if max(word) < vocab_size and (len(word) > 1 or speculates)]
     params = VllmSampling(
         temperature=max(given.temperature, _MIN_TEMPERATURE) if given.temperature else 0.0,
@@ -82,9 +87,9 @@ def vllm_sampling(
         logprobs=limited(given.logprobs) if not named else None,
         logprob_token_ids=named or None,
         prompt_logprobs=num_prompt_logprobs,
-        structured_outputs=StructuredOutputsParams(grammar=given.grammar) if given.grammar is not None else None,
+        structured_outputs=StructuredOutputsParams(grammar=given.grammar or "") if is_constrained else None,
         max_tokens=max_tokens,
-        min_tokens=min(message.stop.min_tokens, max_tokens),
+        min_tokens=min(message.stop.min_tokens, max_tokens) if not is_constrained else 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=True,  # the proxy has put the model's end tokens among the stop tokens
         detokenize=False,
@@ -92,7 +97,7 @@ def vllm_sampling(
         extra_args={
             "kv_transfer_params": kv_params or None,
             OUTPUT: generated,
-            GRAMMAR_OPTIONS: (given.thinking, given.is_grammar_optional),
+            CONSTRAINT: (given, message.stop),
         },
         skip_clone=True,
     )

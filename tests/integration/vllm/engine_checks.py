@@ -21,11 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
 
-from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
-from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine import held_requests, step_shares
-from tandem.vllm_worker.engine.sampling_limits import check_supported
 from tandem.vllm_worker.extensions import worker_extension
 from tandem.vllm_worker.vllm_host import kv_layout
 
@@ -57,6 +54,12 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logit bias": ({"logit_bias": ((50, 6.0), (51, 6.0))}, {}),
     "grammar": ({"grammar": ARRAY}, {}),
     "greedy with a grammar": ({"grammar": ARRAY, "temperature": 0.0}, {}),
+    "thinking budget": ({"thinking": Thinking(True, (41,), (42, 43), (42, 43, 44), 12)}, {}),
+    "greedy with a thinking budget": ({"thinking": Thinking(True, (41,), (42,), (42,), 30), "temperature": 0.0}, {}),
+    "thinking budget and grammar": (
+        {"grammar": ARRAY, "thinking": Thinking(False, (41,), (42,), (42,), 5), "logit_bias": ((41, 100.0),)},
+        {},
+    ),
 }
 """Of the sampling, and of the end."""
 CASES = {
@@ -299,7 +302,9 @@ def grammars(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     thinking = Thinking(True, (41,), (42,), (42,))
     answer = 'start: "abc"'
     only = tuple(range(40, 50))
+    late = StopConditions(60, frozenset({2}), min_tokens=30)
     cases: dict[str, tuple[SamplingParams, list[int]]] = {
+        "before min_tokens": (SamplingParams(grammar=answer), []),
         "answer": (SamplingParams(grammar=answer), []),
         "after thinking": (SamplingParams(grammar=answer, thinking=thinking), [45, 46, 42]),
         "while it thinks": (SamplingParams(grammar=answer, thinking=thinking, allowed_token_ids=only), [45, 46]),
@@ -309,30 +314,14 @@ def grammars(driver: EngineDriver) -> dict[str, dict[str, Any]]:
         ),
         "optional and invalid": (SamplingParams(grammar="start: ((", is_grammar_optional=True), []),
         "optional, not followed": (SamplingParams(grammar=ARRAY, is_grammar_optional=True), [5]),
+        "optional, before min_tokens": (SamplingParams(grammar="start: ((", is_grammar_optional=True), []),
         "optional and slow": (SamplingParams(grammar=SLOW, is_grammar_optional=True), []),
     }
     found = {}
     for name, (sampling, generated) in cases.items():
-        added = driver.add(prompt(80, 40), generated=generated, sampling=sampling, stop=stop)
+        ends = late if "before min_tokens" in name else stop
+        added = driver.add(prompt(80, 40), generated=generated, sampling=sampling, stop=ends)
         found[name] = {"tokens": driver.result(added), "ending": driver.endings[added]}
-    return found
-
-
-def supported() -> dict[str, str]:
-    """Returns why messages are refused; "" for those that are not."""
-    found = {}
-    for name, max_tokens in (("thinking", None), ("a thinking budget", 9)):
-        sampling = SamplingParams(thinking=Thinking(True, (41,), (42,), (42,), max_tokens))
-        message = StartPrefill(
-            proxy_id="p", attempt_ids=["a"], transfer_id="t", token_ids=b"", sampling=sampling, seeds=[0],
-            stop=StopConditions(1), deadline_s=1.0, num_generated=0, cache_salt="", decode_worker_id=None,
-            decode_epoch=None,
-        )  # fmt: skip
-        try:
-            check_supported(message)
-            found[name] = ""
-        except InvalidRequest as error:
-            found[name] = error.message
     return found
 
 
@@ -481,7 +470,6 @@ def main() -> None:
         "shares": shares(driver),
         "skipped": skipped(driver),
         "tables": tables(),
-        "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),
         "refusals": refusals(driver),

@@ -56,6 +56,11 @@ def test_the_cases_do_what_they_say(found: dict[str, Any]) -> None:
         assert 43 not in words
         assert (41, 42) not in set(pairwise(words))
     assert {50, 51} & set(whole["logit bias", 150])
+    for length in (20, 150):
+        assert whole["thinking budget", length][12:15] == [42, 43, 44]
+        assert whole["greedy with a thinking budget", length].index(42) <= 30
+        assert whole["thinking budget and grammar", length][:7] == [*[41] * 6, 42], "the bias opens it and goes on"
+        assert whole["thinking budget and grammar", length][7] != 41, "the answer follows the grammar"
 
 
 def test_a_request_goes_on_with_blocks_that_another_computed(found: dict[str, Any]) -> None:
@@ -181,9 +186,10 @@ def test_a_grammar_applies_after_the_thinking(found: dict[str, Any]) -> None:
     assert cases["without thinking"] == answer
 
 
-def test_only_a_budget_of_thinking_is_refused(found: dict[str, Any]) -> None:
-    supported = found["supported"]
-    assert supported["thinking"] == "" and "leave out the thinking budget" in supported["a thinking budget"]
+def test_an_answer_ends_before_min_tokens_only_where_its_grammar_does(found: dict[str, Any]) -> None:
+    cases = found["grammars"]
+    assert cases["before min_tokens"] == cases["answer"]
+    assert len(cases["optional, before min_tokens"]["tokens"]) > 30
 
 
 def test_an_optional_grammar_that_fails_does_not_end_its_request(found: dict[str, Any]) -> None:

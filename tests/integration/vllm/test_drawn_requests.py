@@ -7,6 +7,7 @@ of all ranges.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.protocol.messages.checks import check_request
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.packed import pack_token_ids
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
+from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine.sampling_limits import check_supported
 from tests.support.noise_model import write_dummy_model
 from tests.support.vllm_clusters import run_with_vllm
 from tests.support.vllm_python import vllm_python
@@ -53,6 +56,8 @@ def requests(draw: st.DrawFn, vocab_size: int) -> StartPrefill:
     num_top = st.none() | st.integers(0, 3) | st.sampled_from((20, 21, 129, 256, vocab_size - 1, vocab_size))
     num_reported = draw(num_top)
     grammar = draw(st.none() | st.sampled_from(GRAMMARS)) if vocab_size == VOCAB_SIZE else None
+    marks = st.lists(token | st.integers(3, 40), min_size=1, max_size=3).map(tuple)
+    thinking = st.builds(Thinking, st.booleans(), marks, marks, marks, st.none() | st.integers(0, 6))
     # Proxies refuse values outside these ranges, and allowed tokens or bad words beside a grammar.
     sampling = SamplingParams(
         temperature=draw(st.sampled_from((0.0, 0.0, 5e-324, 1e-6, 1.0, 2.0)) | st.floats(0, 2)),
@@ -69,6 +74,7 @@ def requests(draw: st.DrawFn, vocab_size: int) -> StartPrefill:
         logprobs=num_reported if not named else 1 + len(named),
         logprob_token_ids=named,
         grammar=grammar,
+        thinking=draw(st.none() | thinking),
     )
     prompt = random.Random(draw(st.integers(0, 2**31))).choices(range(vocab_size), k=num_tokens)
     return StartPrefill(
@@ -112,14 +118,17 @@ def test_no_accepted_sampling_parameters_end_the_engine(model: Path, vocab_size:
     @given(requests(vocab_size))
     def collect(message: StartPrefill) -> None:
         check_request(message, vocab_size, MAX_MODEL_LEN)
-        drawn.append(msgspec.structs.replace(message, attempt_ids=[str(len(drawn))]))
+        with suppress(InvalidRequest):  # for lists that exclude the forced end of the thinking
+            check_supported(message)
+            drawn.append(msgspec.structs.replace(message, attempt_ids=[str(len(drawn))]))
 
     collect()
     file = tmp_path / "requests.json"
     file.write_bytes(msgspec.json.encode(drawn))
     found = run_with_vllm(Path(__file__).with_name("drawn_requests.py"), str(model), str(file))
     for message, (ending, num_tokens) in zip(drawn, found, strict=True):
-        may_be_refused = message.sampling.grammar is not None or message.sampling.allowed_token_ids
+        sampling = message.sampling
+        may_be_refused = sampling.grammar is not None or sampling.allowed_token_ids or sampling.forced_token_ids
         assert ending in ("stop", "length") or (may_be_refused and ending.startswith("invalid_request: ")), message
         assert num_tokens <= message.stop.max_tokens, message
     assert sum(ending == "length" for ending, _ in found) > NUM_REQUESTS / 4

@@ -409,5 +409,17 @@ def test_an_opening_of_several_tokens_may_share_its_beginning_with_the_answer() 
     assert allowed(thinks, [yes[0], THINK, END_THINK]) == allowed(yes_of(), [])
 
 
+@pytest.mark.parametrize("vocab_size", [320, 333, 351, 352, 353])
+def test_all_masks_have_one_size(vocab_size: int) -> None:
+    """A step joins those of sequences that think, that may begin to, and that answer."""
+    tokenizer = make_tokenizer(BPE.to_str(), vocab_size, END)
+    thinking = Thinking(True, (THINK,), (END_THINK,), (END_THINK,))
+    matchers = [
+        GrammarMatcher(compile_grammar(tokenizer, 'start: "yes"'), tokenizer, {END}, each)
+        for each in (thinking, replace(thinking, is_open=False), None)
+    ]
+    assert {len(matcher.mask([], ())) for matcher in matchers} == {4 * -(-vocab_size // 32)}
+
+
 def yes_of(thinking: Thinking | None = None) -> GrammarMatcher:
     return matcher_of('%llguidance {}\nstart: "yes"', frozenset({END}), thinking)

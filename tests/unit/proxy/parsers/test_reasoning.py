@@ -184,6 +184,11 @@ def test_the_end_of_thinking_is_forced_after_the_budget() -> None:
             output.append(token_id)
         assert thinking.forced_token(output) is None
         assert thinking.forced_token([*opening, *ids("a"), *ending, *ids("answer")]) is None  # it has ended by itself
+        begun = [*opening, *ids("ab"), ending[0]]  # the limit is reached in the middle of what may become the ending
+        for token_id in thinking.forced[1:]:
+            assert thinking.forced_token(begun) == token_id
+            begun.append(token_id)
+        assert thinking.forced_token(begun) is None
         assert thinking.forced_token(ids("abcdef")) is None and thinking.forced_token(ids("abc")) is None
     at_once = FORMATS["qwen3"].thinking(True, 0, is_constrained=False)
     assert at_once.forced_token([]) == ids("</think>")[0] and at_once.forced_token(ids("</think>")) is None

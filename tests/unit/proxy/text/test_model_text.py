@@ -113,6 +113,50 @@ def test_a_broken_template_is_named_when_the_model_is_loaded(content: str, tmp_p
         model(tmp_path, {"chat_template.json": content})
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "without_tools", "with_tools"),
+    [
+        ("own.jinja", WITH_TOOLS, "0 tools", "1 tools"),
+        ("own.json", json.dumps({"chat_template": NAMED}), "plain", "1 tools"),
+        ("own.txt", "{% if messages %}{{ raise_exception('no') }}{% endif %}", "refused", "refused"),
+    ],
+)
+def test_a_given_template_takes_the_place_of_the_models(
+    name: str, content: str, without_tools: str, with_tools: str, tmp_path: Path
+) -> None:
+    model(tmp_path, {"chat_template.jinja": PICTURES})
+    (tmp_path / name).write_text(content)
+    text = ModelText(str(tmp_path), chat_template=str(tmp_path / name))
+    assert "picture" not in (text.chat_template or "")
+    for tools, wanted in (((), without_tools), ((TOOL,), with_tools)):
+        try:
+            assert shown(text, *tools) == wanted
+        except InvalidRequest:
+            assert wanted == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("own.jinja", "{% if %}", r"the template 'default' in .*own\.jinja is not valid Jinja, at line 1: Expected"),
+        ("own.jinja", "\n{{ messages | nothing }}", "not valid Jinja, at line 2: No filter named 'nothing'"),
+        ("own.jinja", "Hello", "is no Jinja template: it has neither {{ nor {%"),
+        ("own.jinja", b"\xff{{ a }}", "cannot read .*own.jinja: .*utf-8"),
+        ("own.json", "{}", "has no chat_template"),
+        ("own.json", "[1", r"cannot read .*own\.json"),
+        ("own.json", {"chat_template": {"rag": "{% endif %}"}}, "the template 'rag' in"),
+        ("missing.jinja", None, r"there is no file .*missing\.jinja"),
+    ],
+)
+def test_a_given_template_that_cannot_be_used_is_refused(name: str, content: Any, reason: str, tmp_path: Path) -> None:
+    model(tmp_path, {})
+    if content is not None:
+        data = json.dumps(content) if isinstance(content, dict) else content
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ConfigError, match=reason):
+        ModelText(str(tmp_path), chat_template=str(tmp_path / name))
+
+
 def test_tools_that_the_template_does_not_show_are_logged_once(tmp_path: Path, caplog: Any) -> None:
     text = model(tmp_path, {"chat_template.jinja": PLAIN})
     with caplog.at_level(logging.WARNING):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.sampling import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams, Thinking
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine.sampling_limits import (
     MAX_ALLOWED_TOKENS,
@@ -15,6 +15,7 @@ from tandem.vllm_worker.engine.sampling_limits import (
     MAX_ENTRIES,
     MAX_STOP_TOKENS,
     check_lists,
+    check_supported,
 )
 from tests.unit.vllm_worker.scheduler.prompts import start
 
@@ -81,6 +82,30 @@ def test_entries_times_sequences_have_a_limit(n: int) -> None:
         ) as error:
             check_lists(mixture(most + 1))
         assert error.value.param == "n"
+
+
+@pytest.mark.parametrize(
+    ("param", "taken", "refused"),
+    [
+        ("allowed_token_ids", ((), (8, 7, 3)), ((7, 3), (3,))),
+        ("bad_words", (((7, 3), (4,)),), (((8,),), ((3, 7),))),
+    ],
+)
+def test_no_list_may_exclude_the_end_of_limited_thinking(
+    param: str, taken: tuple[object, ...], refused: tuple[object, ...]
+) -> None:
+    limited, unlimited = (Thinking(True, (6,), (7,), (7, 8), limit) for limit in (5, None))
+
+    def check(thinking: Thinking, given: object) -> None:
+        check_supported(message(SamplingParams(thinking=thinking, **{param: given})))  # type: ignore[arg-type]
+
+    for given in taken:
+        check(limited, given)
+    for given in refused:
+        check(unlimited, given)
+        with pytest.raises(InvalidRequest, match=rf"^{param} excludes tokens that end .* \(7, 8\)") as error:
+            check(limited, given)
+        assert error.value.param == param
 
 
 def test_requests_without_lists_have_no_limit_on_sequences() -> None:
