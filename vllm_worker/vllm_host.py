@@ -31,13 +31,14 @@ from tandem.vllm_worker.engine.vllm_media import VllmMedia
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
+from tandem.vllm_worker.versions import installed_version
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
+from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tandem.worker.remote_media import RemoteMedia
 
 log = logging.getLogger(__name__)
 
-ENGINE = f"vllm {VLLM_VERSION}"
+ENGINE = f"vllm {installed_version()}"
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
 """vLLM's attention on the CPU takes multiples of 32."""
@@ -155,7 +156,7 @@ async def load_vllm(
     engine = VllmEngine(engine_arguments(config.engine, max_rank), open_kv, on_report, on_failed)
     await asyncio.wrap_future(engine.start())
     if config.adapters and config.engine.device == "cpu":
-        log.warning("on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
+        log.warning("on CPUs, vLLM computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
     pids, block_bytes, pools = engine.kv
 
     def open_media(network: Network, add: Callable[[AddRequest], None]) -> VllmMedia:
