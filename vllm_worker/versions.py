@@ -23,3 +23,13 @@ def draws_seeds_on_cpu() -> bool:
     vLLM 0.31 draws the noise of the whole vocabulary from it, as on GPUs.
     """
     return installed_version() != "0.31.0"
+
+
+def block_version(device: str) -> str:
+    """Returns the oldest version whose blocks of KV have the numbers in the same places as those of this version.
+
+    Workers of both versions can then take each other's blocks. On GPUs, where this has not been tried, only workers of
+    one version can; so it is with vLLM's own NIXL connector.
+    """
+    version = installed_version()
+    return "0.31.0" if device == "cpu" and version in SUPPORTED_VERSIONS else version

@@ -28,10 +28,11 @@ from tandem.runtime.processes.lifetime import WatchExit, watch_exit
 from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS, lora_modules, max_lora_rank
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
 from tandem.vllm_worker.engine.vllm_media import VllmMedia
+from tandem.vllm_worker.extensions.kv_memory import block_order
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
-from tandem.vllm_worker.versions import installed_version
+from tandem.vllm_worker.versions import block_version, installed_version
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tandem.worker.remote_media import RemoteMedia
@@ -100,7 +101,7 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
     if is_dummy:
         identity = dummy_identity(identity, f"{ENGINE} {config.device}")
     num_heads, size = model.get_num_kv_heads(parallel), vllm_config.cache_config.block_size
-    num_ranks, order = parallel.tensor_parallel_size, vllm_config.cache_config.get_resolved_kv_cache_layout().name
+    num_ranks, version = parallel.tensor_parallel_size, block_version(config.device)
     return KVLayout(
         model_id=f"{identity} {model.dtype}",
         dtype=rank.dtype,
@@ -109,8 +110,8 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
         head_dim=model.get_head_size(),
         block_size=size,
         tensor_parallel_size=num_ranks,
-        # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings.
-        engine=f"{ENGINE} {order}" + (f" on {num_ranks} ranks" if num_ranks > 1 else ""),
+        # The order depends on the version, the attention backend and settings.
+        engine=f"vllm {block_order(vllm_config)} of {version}" + (f" on {num_ranks} ranks" if num_ranks > 1 else ""),
         numerics=msgspec.structs.replace(
             rank.machine,
             engine=ENGINE,

@@ -28,15 +28,15 @@ def cluster_arguments(python: str = "") -> tuple[str, ...]:
     return ("--engine", "vllm", "--engine-python", python, "--dtype", "float32", "--threads-per-worker", "1")
 
 
-def run_with_vllm(program: Path, *arguments: str, timeout_s: float = 500.0) -> Any:
-    """Returns what a program with vLLM wrote as JSON to the file that its last argument names."""
-    python = EnginePython(Path(vllm_python()))
+def run_with_vllm(program: Path, *arguments: str, python: str = "", timeout_s: float = 500.0) -> Any:
+    """Returns what a program with vLLM wrote as JSON to the file that its last argument names. python: see above."""
+    engine_python = EnginePython(Path(python or vllm_python()))
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        environment = {**os.environ, **vllm_environment(on_gpus=False), **python.environment(Path(folder))}
+        environment = {**os.environ, **vllm_environment(on_gpus=False), **engine_python.environment(Path(folder))}
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         ended = subprocess.run(
-            [python.path, program, *arguments, answer],
+            [engine_python.path, program, *arguments, answer],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig
 
 from tandem.runtime.errors import InternalError
 
@@ -33,6 +34,19 @@ def mapped_allocation() -> Iterator[None]:
     """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
     with _Mapped():
         yield
+
+
+def block_order(config: VllmConfig) -> str:
+    """Returns how vLLM orders layers, blocks, heads and tokens in memory, and on CPUs the instructions for which its
+    attention packs the numbers of a block: those of a CPU with AMX are packed otherwise."""
+    model, cache = config.model_config, config.cache_config
+    order = str(cache.get_resolved_kv_cache_layout().name)
+    if config.device_config.device_type != "cpu":
+        return order
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    packing = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    return f"{order} {packing}"
 
 
 def block_rows(kv_caches: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -136,6 +136,11 @@ def test_the_lock_of_another_version_has_the_packages_that_differ() -> None:
     assert "".join(default.values()) == lock_file("cpu", DEFAULT_VERSION).read_text()
 
 
+def test_the_continuous_integration_installs_the_oldest_version_too() -> None:
+    """With the default one: `tests.support.vllm_python`."""
+    assert f"--version {SUPPORTED_VERSIONS[0]}" in (Path(__file__).parents[3] / ".ci/run").read_text()
+
+
 def test_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     with pytest.raises(ConfigError, match="there is no vLLM for s390x; it needs aarch64 or x86_64"):
