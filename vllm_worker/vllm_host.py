@@ -32,7 +32,7 @@ from tandem.vllm_worker.extensions.kv_memory import block_order
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
-from tandem.vllm_worker.versions import block_version, installed_version
+from tandem.vllm_worker.versions import SUPPORTED_VERSIONS, block_version, installed_version
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tandem.worker.remote_media import RemoteMedia
@@ -142,6 +142,8 @@ async def load_vllm(
     config: VllmWorkerConfig, on_report: Callable[[StepReport], None], on_failed: OnFailed
 ) -> LoadedVllm:
     """Loads the model. Raises ConfigError for settings that cannot be kept, and what `VllmEngine.start` raises."""
+    if (version := installed_version()) not in SUPPORTED_VERSIONS:  # a restarted worker may find another one
+        raise ConfigError(f"vLLM {version} is installed, but workers need {' or '.join(SUPPORTED_VERSIONS)}")
     problem = batch_problem(config.engine.device, bool(vllm_envs.VLLM_BATCH_INVARIANT))
     if config.exact and problem:
         raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
