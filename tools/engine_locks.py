@@ -68,9 +68,9 @@ def resolve(kind: EngineKind, version: str, preferred: Iterable[tuple[str, str]]
         given, replaced, locked = (Path(scratch, name) for name in ("given.in", "replaced.txt", "pylock.toml"))
         given.write_text("".join(f"{each} ; {WHERE}\n" for each in requirements))
         replaced.write_text("".join(f"{each}\n" for each in OVERRIDES[kind]))
-        # uv keeps the versions of a lock file that it overwrites.
-        packages = (f'[[packages]]\nname = "{name}"\nversion = "{version}"\n' for name, version in preferred)
-        locked.write_text('lock-version = "1.0"\ncreated-by = "tandem"\n' + "".join(packages))
+        kept = "".join(f'[[packages]]\nname = "{name}"\nversion = "{version}"\n' for name, version in preferred)
+        if kept:  # uv keeps the versions of a lock file that it overwrites
+            locked.write_text(f'lock-version = "1.0"\ncreated-by = "tandem"\n{kept}')
         subprocess.run(
             [uv, "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--python-version", oldest,
              "--format", "pylock.toml", "--override", replaced, "--output-file", locked, given],

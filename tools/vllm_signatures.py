@@ -105,10 +105,9 @@ class Sources:
 
     def members(self, path: str) -> dict[str, Declared]:
         """Returns what a class and those of its bases that are vLLM's declare; nothing for another name."""
-        found = self.find(*path.rpartition(".")[::2])
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        module, declared = self.find(*path.rpartition(".")[::2]) or ("", None)
+        if not isinstance(declared, ast.ClassDef):
             return {}
-        module, declared = found
         members: dict[str, Declared] = {}
         for base in declared.bases:
             members |= self.members(f"{module}.{ast.unparse(base).partition('[')[0]}")
@@ -172,7 +171,7 @@ def used_by_workers() -> tuple[list[str], set[str]]:
     paths, names = set(REACHED), set(ALSO_USED)
     for file in sorted(WORKER.rglob("*.py")):
         tree = ast.parse(file.read_text())
-        modules = {}
+        modules: dict[str, str] = {}
         for each in ast.walk(tree):
             match each:
                 case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "vllm":
