@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.config import VllmConfig
 
 from tandem.runtime.errors import InternalError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class _Mapped(TorchFunctionMode):
