@@ -30,17 +30,19 @@ from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTE
 from tandem.vllm_worker.engine.parsed_args import parsed_args
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
 from tandem.vllm_worker.engine.vllm_media import VllmMedia
+from tandem.vllm_worker.extensions.kv_memory import block_order
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.load_turns import turn_to_load
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
+from tandem.vllm_worker.versions import SUPPORTED_VERSIONS, block_version, installed_version
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
+from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tandem.worker.remote_media import RemoteMedia
 
 log = logging.getLogger(__name__)
 
-ENGINE = f"vllm {VLLM_VERSION}"
+ENGINE = f"vllm {installed_version()}"
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
 """vLLM's attention on the CPU takes multiples of 32."""
@@ -112,7 +114,8 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, prefix_block_si
         raise ConfigError(f"the commit of {config.model} is not known; download the model into a folder")
     if is_dummy:
         identity = dummy_identity(identity, f"{ENGINE} {config.device}")
-    num_ranks, order = parallel.tensor_parallel_size, vllm_config.cache_config.get_resolved_kv_cache_layout().name
+    num_ranks, version = parallel.tensor_parallel_size, block_version(config.device)
+    arguments = "".join(f" {each}" for each in sorted(config.engine_args))
     ranks = f" on {num_ranks} ranks" if num_ranks > 1 else ""
     return KVLayout(
         model_id=f"{identity} {model.dtype}",
@@ -123,9 +126,9 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, prefix_block_si
         head_dim=rank.block_bytes // rank.num_regions,
         block_size=prefix_block_size,
         tensor_parallel_size=num_ranks,
-        # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings,
-        # and the operator's arguments may change what the KV means.
-        engine=" ".join([ENGINE, order, *sorted(config.engine_args)]) + f": {rank.groups}{ranks}",
+        # The order depends on the version, the attention backend and settings, and the operator's arguments may change
+        # what the KV means.
+        engine=f"vllm {block_order(vllm_config)} of {version}{arguments}: {rank.groups}{ranks}",
         immovable=rank.immovable,
         numerics=msgspec.structs.replace(
             rank.machine,
@@ -157,6 +160,8 @@ async def load_vllm(
     config: VllmWorkerConfig, on_report: Callable[[StepReport], None], on_failed: OnFailed
 ) -> LoadedVllm:
     """Loads the model. Raises ConfigError for settings that cannot be kept, and what `VllmEngine.start` raises."""
+    if (version := installed_version()) not in SUPPORTED_VERSIONS:  # a restarted worker may find another one
+        raise ConfigError(f"vLLM {version} is installed, but workers need {' or '.join(SUPPORTED_VERSIONS)}")
     problem = batch_problem(config.engine.device, bool(vllm_envs.VLLM_BATCH_INVARIANT))
     if config.exact and problem:
         raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
@@ -176,7 +181,7 @@ async def load_vllm(
     async with turn_to_load(config.load_turns):
         await asyncio.wrap_future(engine.start())
     if config.adapters and config.engine.device == "cpu":
-        log.warning("on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
+        log.warning("on CPUs, vLLM computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
     pids, block_bytes, pools = engine.kv
     if pools.layout.immovable and config.role != "any":
         reason = f"the KV of this model does not move between workers: {pools.layout.immovable}"

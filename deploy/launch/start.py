@@ -49,7 +49,8 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
     """ours: names of this launcher's workers.
 
     Raises ConfigError for a cluster with another engine that is joined without --engine, for workers that cannot be
-    paired with others of their engine, and for those that a proxy does not reach.
+    paired with others of their engine, and for those that a proxy does not reach. Workers that join with other numerics
+    or another version of the engine need no pairs with the others if they serve without them.
     """
     for report in reports:
         for worker in report.workers:
@@ -69,15 +70,20 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
     unlike = {worker.worker.epoch for worker in others}
     pairs = [pair for worker in workers if worker.worker.worker_id in ours for pair in worker.pairs]
     if config.join and _serve_alone(config, workers, ours):
-        pairs = [pair for pair in pairs if not pair.reason.startswith(UNLIKE_NUMERICS)]
+        own = {worker.engine for worker in workers if worker.worker.worker_id in ours}
+        other_versions = {worker.worker.epoch for worker in workers if worker.engine not in own}
+        pairs = [
+            pair
+            for pair in pairs
+            if not pair.reason.startswith(UNLIKE_NUMERICS) and pair.decode_epoch not in other_versions
+        ]
     refused = next((pair for pair in pairs if pair.state == "refused" and pair.decode_epoch not in unlike), None)
     if refused is not None:
         raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
 
 
 def _serve_alone(config: ClusterConfig, workers: Sequence[WorkerReport], ours: Container[str]) -> bool:
-    """Whether our workers, with those of other hosts that compute alike, take both phases of requests. Then they need
-    no pairs with workers that compute differently, which an exact cluster refuses."""
+    """Whether our workers, with those of other hosts that compute alike, take both phases of requests."""
     known = {worker.numerics for worker in workers if worker.worker.worker_id in ours}
     roles = {worker.worker.role for worker in workers if worker.numerics in known}
     roles |= {role for role, count in config.counts.items() if count}

@@ -19,7 +19,7 @@ from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded, user_folder
 from tandem.runtime.processes.command_line import LAUNCHER_PYTHON, SAFE_PATH, python_command
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import DEFAULT_VERSION, SUPPORTED_VERSIONS
 
 INSTALL_COMMAND = "tandem engine install vllm"
 INCOMPLETE = "tandem-install-is-incomplete"
@@ -48,14 +48,14 @@ _ANSWER_TIMEOUT_S = 20.0
 """Deadline of an answer that takes 0.1 s from a warm disk."""
 
 
-def default_folder() -> Path:
+def default_folder(version: str = DEFAULT_VERSION) -> Path:
     """The environment that `tandem engine install vllm` makes unless another folder is named. Raises ConfigError."""
-    return user_folder("XDG_DATA_HOME", ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "tandem/engines" / f"vllm-{version}"
 
 
 @dataclass(frozen=True)
 class EnginePython:
-    """An interpreter that has the pinned version of vLLM."""
+    """An interpreter that has a supported version of vLLM."""
 
     path: Path
 
@@ -95,13 +95,13 @@ def _path_for_sockets(folder: Path) -> str:
 def find_engine_python(given: str) -> EnginePython:
     """Returns the interpreter of the setting `engine_python`, which is empty for that of the default folder.
 
-    Raises ConfigError if there is none, or if its version of vLLM or Python is another than the worker needs.
+    Raises ConfigError if there is none, or if workers do not run with its version of vLLM or Python.
     """
     if not given:
         folder = default_folder()
         if not (folder / "bin/python").exists():
             raise ConfigError(
-                f"engine: there is no vLLM {VLLM_VERSION} in {folder}; install it with `{INSTALL_COMMAND}`, or name "
+                f"engine: there is no vLLM {DEFAULT_VERSION} in {folder}; install it with `{INSTALL_COMMAND}`, or name "
                 "the interpreter of its environment as --engine-python"
             )
         if (folder / INCOMPLETE).exists():
@@ -139,11 +139,11 @@ def _check_versions(python: Path) -> None:
     major, minor, version, missing = int(words[0]), int(words[1]), words[2], words[3:]
     if (major, minor) < OLDEST_PYTHON:
         raise ConfigError(f"engine_python: {python} is Python {major}.{minor}; Tandem needs 3.11 or newer")
-    if version.partition("+")[0] != VLLM_VERSION:
+    if version.partition("+")[0] not in SUPPORTED_VERSIONS:
         has = f"vLLM {version}" if version != "-" else "no vLLM"
         raise ConfigError(
-            f"engine_python: {python} has {has}, but this version of Tandem needs vLLM {VLLM_VERSION}; install it with "
-            f"`{INSTALL_COMMAND}`"
+            f"engine_python: {python} has {has}, but this version of Tandem needs vLLM "
+            f"{' or '.join(SUPPORTED_VERSIONS)}; install it with `{INSTALL_COMMAND}`"
         )
     if missing:
         packages = " ".join(f"'{REQUIREMENTS[each]}'" for each in missing)

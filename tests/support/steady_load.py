@@ -52,7 +52,7 @@ class SteadyLoad:
                 self._stopping.set()
             for each in working:
                 each.result(2 * TIMEOUT_S)
-        assert not self.wrong
+        assert not self.wrong, self.wrong
 
     def serve(self, count: int) -> None:
         """Waits until `count` more requests have been answered."""

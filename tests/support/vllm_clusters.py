@@ -13,14 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.deploy.processes.engine_python import EnginePython, vllm_environment
 from tests.support.cluster import Cluster
 from tests.support.nixl import OVER_TCP
 from tests.support.vllm_python import vllm_python
 
-TESTED_VERSION = os.environ.get("TANDEM_TEST_VLLM_VERSION", VLLM_VERSION)
-"""Version of vLLM in the environment, whose interfaces are compared with those that the worker relies on."""
 START_TIMEOUT_S = 400.0
 """Limit on the start of a cluster. A worker imports vLLM in 10 s, and in a minute on a machine that is busy."""
 
@@ -31,16 +28,15 @@ def cluster_arguments(python: str = "") -> tuple[str, ...]:
     return ("--engine", "vllm", "--engine-python", python, "--dtype", "float32", "--threads-per-worker", "1")
 
 
-def run_with_vllm(program: Path, *arguments: str, timeout_s: float = 500.0) -> Any:
-    """Returns what a program with vLLM wrote as JSON to the file that its last argument names."""
-    has_pinned_version = TESTED_VERSION == VLLM_VERSION
-    python = find_engine_python(vllm_python()) if has_pinned_version else EnginePython(Path(vllm_python()))
+def run_with_vllm(program: Path, *arguments: str, python: str = "", timeout_s: float = 500.0) -> Any:
+    """Returns what a program with vLLM wrote as JSON to the file that its last argument names. python: see above."""
+    engine_python = EnginePython(Path(python or vllm_python()))
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        environment = {**os.environ, **vllm_environment(on_gpus=False), **python.environment(Path(folder))}
+        environment = {**os.environ, **vllm_environment(on_gpus=False), **engine_python.environment(Path(folder))}
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         ended = subprocess.run(
-            [python.path, program, *arguments, answer],
+            [engine_python.path, program, *arguments, answer],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,8 +2,8 @@
 
 The core is vLLM's own (`vllm.v1.engine.core.EngineCore`: scheduler, executor, structured output), without the
 processes and sockets that vLLM puts around it: the worker is the process already. Orders are carried out between steps,
-in order. All of vLLM that is not documented for others is used in `vllm_worker` only, of one version
-(`vllm_worker_config.VLLM_VERSION`), and `tests/integration/vllm` fails when it changes.
+in order. All of vLLM that is not documented for others is used in `vllm_worker` only, of the
+versions in `vllm_worker/versions.py`, and `tests/integration/vllm` fails when it changes.
 """
 
 from __future__ import annotations

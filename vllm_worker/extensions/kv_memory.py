@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tandem.handover.outgoing import NO_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -36,6 +37,19 @@ def mapped_allocation() -> Iterator[None]:
     """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
     with _Mapped():
         yield
+
+
+def block_order(config: VllmConfig) -> str:
+    """Returns how vLLM orders layers, blocks, heads and tokens in memory, and on CPUs the instructions for which its
+    attention packs the numbers of a block: those of a CPU with AMX are packed otherwise."""
+    model, cache = config.model_config, config.cache_config
+    order = str(cache.get_resolved_kv_cache_layout().name)
+    if config.device_config.device_type != "cpu":
+        return order
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    packing = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    return f"{order} {packing}"
 
 
 class Immovable(Exception):

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from tandem.vllm_worker.extensions.kv_ranks import KVRank
+from tandem.vllm_worker.versions import draws_seeds_on_cpu
 
 EXTENSION = "tandem.vllm_worker.extensions.worker_extension.WorkerExtension"
 """For `ParallelConfig.worker_extension_cls`."""
@@ -68,18 +69,17 @@ class ResumedSequences:
 
 def _generator(seed: int, num_draws: int, vocab_size: int, device: torch.device) -> torch.Generator:
     """Returns a generator from which `num_draws` tokens have been drawn, as `vllm.v1.sample.ops` draws them."""
-    if device.type == "cpu":  # a seed for the noise of each token
-        rewinding = _RewindingGenerator()
-        rewinding.manual_seed(seed)
-        for _ in range(num_draws):
-            torch.randint(0, 2**31, (1,), generator=rewinding)
-        rewinding.remember()
-        return rewinding
-    generator = torch.Generator(device)
+    on_cpu = device.type == "cpu"
+    generator = _RewindingGenerator() if on_cpu else torch.Generator(device)
     generator.manual_seed(seed)
-    noise = torch.empty(vocab_size, device=device)
+    draws_seeds, noise = on_cpu and draws_seeds_on_cpu(), torch.empty(vocab_size, device=device)
     for _ in range(num_draws):
-        noise.exponential_(generator=generator)
+        if draws_seeds:
+            torch.randint(0, 2**31, (1,), generator=generator)
+        else:
+            noise.exponential_(generator=generator)
+    if isinstance(generator, _RewindingGenerator):
+        generator.remember()
     return generator
 
 
@@ -121,7 +121,7 @@ ROWS_PER_SLICE = 256
 class SlicedPromptLogits:
     """Bounds the memory of prompts' log-probabilities.
 
-    vLLM 0.32's first model runner computes the logits of a whole chunk of a prompt at once, and several arrays of that
+    vLLM's first model runner computes the logits of a whole chunk of a prompt at once, and several arrays of that
     size from them; the second takes 1,024 tokens at a time. With a vocabulary of 150,000 a token has 0.6 MB in each.
     """
 
@@ -160,7 +160,7 @@ class SlicedPromptLogits:
 def allow_prompt_logits() -> None:
     """Lets prompts have log-probabilities on CPUs where the engine takes adapters. Call once in such a process.
 
-    vLLM 0.32's first model runner computes the logits of a prompt's tokens with the adapters of the step's sequences,
+    vLLM's first model runner computes the logits of a prompt's tokens with the adapters of the step's sequences,
     one for each. Their number is another than that of the tokens, which ends the engine. Only adapters of the output
     layer have a part in logits; the other tensors are zero.
     """

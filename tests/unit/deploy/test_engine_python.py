@@ -34,7 +34,8 @@ from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
+from tandem.vllm_worker.versions import DEFAULT_VERSION, SUPPORTED_VERSIONS
+from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tests.support.settings import cluster_config
 from tests.unit.deploy.test_local_site import make_site
 
@@ -51,7 +52,7 @@ def make_environment(folder: Path, version: str) -> Path:
     return folder / "bin/python"
 
 
-def make_refusing(file: Path, version: str = VLLM_VERSION) -> Path:
+def make_refusing(file: Path, version: str = DEFAULT_VERSION) -> Path:
     """An interpreter that cannot preload, and whose worker notes how it was started and refuses its configuration."""
     file.write_text(
         f"""#!{sys.executable}
@@ -72,8 +73,8 @@ else:
     return file
 
 
-@pytest.mark.parametrize("version", [VLLM_VERSION, f"{VLLM_VERSION}+cu130"])
-def test_the_pinned_version_is_taken_and_imports_these_packages(tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize("version", [*SUPPORTED_VERSIONS, f"{DEFAULT_VERSION}+cu130"])
+def test_supported_versions_are_taken_and_import_these_packages(tmp_path: Path, version: str) -> None:
     python = find_engine_python(str(make_environment(tmp_path / "env", version)))
     environment = {**os.environ, **python.environment(tmp_path)}
     program = "import sys, tandem.runtime; print(sys.prefix, *tandem.runtime.__path__)"
@@ -89,18 +90,18 @@ def test_the_pinned_version_is_taken_and_imports_these_packages(tmp_path: Path, 
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
-    python = make_environment(tmp_path / "env", VLLM_VERSION)
+    python = make_environment(tmp_path / "env", DEFAULT_VERSION)
     for module in ("xxhash", "zmq"):
         next(tmp_path.rglob(f"{module}.py")).unlink()
     with pytest.raises(ConfigError, match=rf"{python} -m pip install 'xxhash>=3\.5' 'pyzmq>=27'"):
         find_engine_python(str(python))
 
 
-def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
-    python = make_environment(tmp_path / "env", "0.31.1")
-    with pytest.raises(ConfigError, match=rf"{python} has vLLM 0\.31\.1, but .* vLLM 0\.32\.0; .*engine install vllm"):
+def test_other_versions_are_refused_with_those_that_are_supported(tmp_path: Path) -> None:
+    python, supported = make_environment(tmp_path / "env", "0.31.1"), r"vLLM 0\.31\.0 or 0\.32\.0"
+    with pytest.raises(ConfigError, match=rf"{python} has vLLM 0\.31\.1, but .* {supported}; .*engine install vllm"):
         find_engine_python(str(python))
-    with pytest.raises(ConfigError, match=r"has no vLLM, but .* vLLM 0\.32\.0; install it with `tandem engine install"):
+    with pytest.raises(ConfigError, match=rf"has no vLLM, but .* {supported}; install it with `tandem engine install"):
         find_engine_python(sys.executable)
 
 
@@ -129,7 +130,7 @@ def test_without_a_name_the_default_folder_is_used_when_it_is_complete(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"engine: there is no vLLM .*`tandem engine install vllm`"):
         find_engine_python("")
-    python = make_environment(default_folder(), VLLM_VERSION)
+    python = make_environment(default_folder(), DEFAULT_VERSION)
     (default_folder() / INCOMPLETE).touch()
     with pytest.raises(ConfigError, match="is not complete; install it again with `tandem engine install vllm`"):
         find_engine_python("")
@@ -197,7 +198,7 @@ def test_workers_on_gpus_are_not_forked(tmp_path: Path) -> None:
 async def test_on_a_node_of_ray_the_interpreter_is_found_there(tmp_path: Path) -> None:
     python = make_refusing(tmp_path / "python")
     actor = ProcessActor("decode-0")
-    assert "0.31.0" in await actor.find_engine_python(str(make_refusing(tmp_path / "old", "0.31.0")))
+    assert "has vLLM 0.30.0" in await actor.find_engine_python(str(make_refusing(tmp_path / "old", "0.30.0")))
     assert await actor.find_engine_python(str(python)) == ""
     await actor.start("tandem.vllm_worker", b"{}", {"OMP_NUM_THREADS": "1"}, [])
     end = await actor.wait()

@@ -81,6 +81,29 @@ def test_workers_that_join_an_exact_cluster_may_be_unlike_others_if_they_serve_w
         check_reports(load_config(None, {}), reports, ours)
 
 
+@pytest.mark.parametrize(("role", "is_served"), [("any", True), ("prefill", False)])
+def test_workers_may_join_with_another_version_of_the_engine_if_they_serve_without_the_others(
+    role: Role, is_served: bool
+) -> None:
+    reason = "KV layout differs in engine: prefill has vllm LBNHC of 0.32.0, decode has vllm LBNHC of 0.31.0"
+    pair = PairStatus("decode-0", "epoch of decode-0", "refused", reason=reason)
+    workers = [
+        WorkerReport(
+            WorkerInfo(name, f"epoch of {name}", role, "", 1), WorkerLoad(), [pair] if name == "ours" else [], 0.0,
+            engine=engine, numerics=engine,
+        )
+        for name, role, engine in (("ours", role, "vllm 0.32.0"), ("decode-0", "decode", "vllm 0.31.0"))
+    ]  # fmt: skip
+    reports = [StatusReport("proxy-0", "m", True, 0, workers)]
+    counts = {"prefill": 0, "decode": 0, "workers": 0, "workers" if role == "any" else role: 1}
+    config = load_config(None, {**JOIN, **counts, "engine": "vllm"})
+    if is_served:
+        check_reports(config, reports, ["ours"])
+    else:
+        with pytest.raises(ConfigError, match=f"decode-0 refused to pair with a prefill worker: {reason}"):
+            check_reports(config, reports, ["ours"])
+
+
 def test_a_worker_of_ours_that_a_proxy_does_not_reach_ends_the_start() -> None:
     info = WorkerInfo("ours", "e", "any", "tcp://127.0.0.1:4000", 1)
 
