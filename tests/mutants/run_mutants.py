@@ -7,8 +7,10 @@ cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the 
 simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter. Of
 mutants that pass the tests, seeds take a minute each, so with --rest they are spared for those that the tests show.
 
---spare also says which unit tests the sample did not need: all mutants that they show, seeds or scripts show, too. All
-tests run with each mutant then, also after one has failed, and seeds with those that no script shows.
+--spare also says which unit tests the sample did not need, and how many mutants each of them showed: seeds or scripts
+show all of these, too. All tests run with each mutant then, also after one has failed, and seeds with those that a unit
+test shows and no script does. It is a question for a reader, not an answer: a sample of a few mutants for a test says
+little, and none shows a wrong text of an error or a documented example. `spare_tests.md` has what became of them.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ ROOT = Path(__file__).parents[2]
 COSMIC_RAY = "cosmic-ray==8.7.0"
 SCRIPTED = "/test_scripts.py::"
 """Is in the names of tests that play scripts (`tests/support/scripts.py`)."""
-_TESTS_LIMIT_S = 600.0
-_SEED_LIMIT_S = 20.0
-_START_LIMIT_S = 60.0
-"""Limits after which a process counts as hanging, which shows the fault. The tests take a tenth, a seed a fiftieth."""
+_TESTS_LIMIT_S = 240.0
+_SEEDS_LIMIT_S = 1200.0
+"""Limits after which a process counts as hanging, which shows the fault. Most take a tenth."""
+_ENGINES = {"prefill_worker": "tandem", "decode_worker": "tandem", "vllm_worker": "vllm"}
+"""Engines whose seeds alone run a package, by its first folder."""
 
-_PYTEST = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "not extended"]
+_PYTEST = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "not extended", "--timeout", "60"]
 
 
 class Outcome(msgspec.Struct):
@@ -61,6 +64,12 @@ class Outcome(msgspec.Struct):
     @property
     def by_scripts(self) -> bool:
         return any(SCRIPTED in each for each in self.failed or ())
+
+    def needs_seeds(self, only_rest: bool, runs_all: bool) -> bool:
+        """Whether seeds have to be tried with the mutant after the tests (`SourceCopy.attempt`)."""
+        if runs_all:
+            return bool(self.failed) and not self.by_scripts
+        return not (only_rest and self.by_tests)
 
 
 def draw(number: int, seed: int, packages: Sequence[str] = ()) -> list[Mutation]:
@@ -110,7 +119,8 @@ class SourceCopy:
     def tests_of(self, package: str, file: str = "") -> list[str]:
         """Returns the unit tests in the package's folder, or in the nearest one above, that import the package.
 
-        Those that import `file` come first, because they are the most likely to show a fault in it.
+        Scripts come first, because a fault that they show need not be tried on seeds, and other tests may wait long for
+        what it keeps from happening. Then come those that import `file`, the most likely to show a fault in it.
         """
         folder = self._root / "tests" / "unit" / Path(*package.split(".")[1:])
         while not folder.is_dir():
@@ -118,12 +128,12 @@ class SourceCopy:
         module = f" tandem.{file.removesuffix('.py').replace('/', '.')} "
         sources = {str(each): each.read_text() for each in sorted(folder.rglob("test_*.py"))}
         found = [each for each, source in sources.items() if f" {package}" in source]
-        return sorted(found, key=lambda each: module not in sources[each])
+        return sorted(found, key=lambda each: (not each.endswith("/test_scripts.py"), module not in sources[each]))
 
     def attempt(self, outcome: Outcome, num_seeds: int, *, only_rest: bool = False, runs_all: bool = False) -> None:
         """Tries what has not been tried. only_rest: runs no seeds with a mutant that the tests show.
 
-        runs_all: notes all tests that fail, and runs no seeds with a mutant that scripts show.
+        runs_all: notes all tests that fail, and runs seeds only with a mutant that tests show and scripts do not.
 
         Raises AssertionError if the mutant's text is not there exactly once, or if the tests of its package fail
         without it.
@@ -131,7 +141,7 @@ class SourceCopy:
         mutant = outcome.mutant
         if (package := package_of(mutant.file)) not in self._sound:
             assert not self._tests_fail(package), f"the tests of {package} fail without a mutant"
-            assert self._sound or not num_seeds or not self._seeds_fail(1), "a seed fails without a mutant"
+            assert self._sound or not num_seeds or not self._seeds_fail(1, mutant.file), "a seed fails without a mutant"
             self._sound.add(package)
         file = self._root / mutant.file
         source = file.read_text()
@@ -142,9 +152,8 @@ class SourceCopy:
                 outcome.by_tests, outcome.failed = self._failing_tests(package, mutant.file)
             if outcome.by_tests is None:
                 outcome.by_tests = self._tests_fail(package, mutant.file)
-            is_shown = (only_rest and outcome.by_tests) or outcome.by_scripts
-            if outcome.by_seeds is None and num_seeds and not is_shown:
-                outcome.by_seeds = self._seeds_fail(num_seeds)
+            if outcome.by_seeds is None and num_seeds and outcome.needs_seeds(only_rest, runs_all):
+                outcome.by_seeds = self._seeds_fail(num_seeds, mutant.file)
         finally:
             file.write_text(source)
 
@@ -162,9 +171,9 @@ class SourceCopy:
             output.seek(0)
             return fails, failed_tests(output.read())
 
-    def _seeds_fail(self, num_seeds: int) -> bool:
-        arguments = ["-c", "from tandem.deploy.cli import main; main()", "simulate", "--seeds", f"1-{num_seeds}"]
-        return self._fails(arguments, _START_LIMIT_S + _SEED_LIMIT_S * num_seeds)
+    def _seeds_fail(self, num_seeds: int, file: str) -> bool:
+        engine = _ENGINES.get(file.partition("/")[0], "")
+        return self._fails(["-m", "tests.mutants.play_seeds", str(num_seeds), engine], _SEEDS_LIMIT_S)
 
     def _fails(self, arguments: list[str], limit_s: float, output: TextIO | None = None) -> bool:
         command = [sys.executable, *arguments]
@@ -190,19 +199,19 @@ def failed_tests(output: str) -> list[str]:
     return found
 
 
-def spare_tests(outcomes: Sequence[Outcome]) -> list[str]:
-    """Returns the tests of which each mutant that they show is shown by seeds or scripts, too.
+def spare_tests(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Returns the tests of which each mutant that they show is shown by seeds or scripts, too, with their number.
 
     A test with parameters is one. Tests that show no mutant are not among them, as nothing is known of them.
     """
-    shown: set[str] = set()
+    shown: Counter[str] = Counter()
     needed: set[str] = set()
     for outcome in outcomes:
         names = {each.partition("[")[0] for each in outcome.failed or () if SCRIPTED not in each}
-        shown |= names
+        shown.update(names)
         if not outcome.by_scripts and not outcome.by_seeds:
             needed |= names
-    return sorted(shown - needed)
+    return {name: shown[name] for name in sorted(shown.keys() - needed)}
 
 
 def interval(num_found: int, num: int) -> tuple[float, float]:
@@ -270,10 +279,10 @@ def main() -> None:
         for number, outcome in enumerate(outcomes, 1):
             if time.monotonic() > ends_at:
                 break
-            is_rest = (options.rest and outcome.is_decided) or outcome.by_scripts
             is_listed = outcome.failed is not None or not options.spare
             is_tried = outcome.by_tests is not None and is_listed
-            if is_tried and (outcome.by_seeds is not None or not options.seeds or is_rest):
+            needs_seeds = options.seeds and outcome.needs_seeds(options.rest, options.spare)
+            if is_tried and (outcome.by_seeds is not None or not needs_seeds):
                 continue
             copy.attempt(outcome, options.seeds, only_rest=options.rest, runs_all=options.spare)
             words = {True: "shown", False: "not shown", None: "not tried"}
@@ -288,7 +297,8 @@ def main() -> None:
                 kept.write_bytes(msgspec.json.encode(outcomes))
     made = report(outcomes, options.seeds)
     print(made.figures["shown_by"])
-    print(*made.figures.get("spare_tests", ()), sep="\n")
+    for name, num_shown in made.figures.get("spare_tests", {}).items():
+        print(f"{num_shown:3} {name}")
     if options.json:
         made.write(options.json)
 

@@ -101,7 +101,8 @@ def worker_of(size: int, keys: NetworkKeys | None = None, tiers: TiersConfig | N
     for follower in followers:
         follower.wait_until_ready(keys)
     own = RankPool(0, layout, blocks[0], network)
-    own_tiers = WorkerTiers.of(own, followers, tiers or TiersConfig())
+    tiers = tiers or TiersConfig()
+    own_tiers = WorkerTiers.of(own.tiers(tiers), followers, tiers)
     yield Worker(WorkerPools(layout, [own, *followers], own_tiers), blocks, follower_ends)
     for fd in fds:
         os.close(fd)
