@@ -1,7 +1,7 @@
 """Faults made by a machine, each tried on seeds of the simulator and on the unit tests of its package.
 
     python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--rest] [--limit-s SECONDS]
-        [--spare] [--package proxy/dispatch]... [--kept FILE] [--json FILE]
+        [--spare] [--package proxy/dispatch]... [--test test_generation]... [--kept FILE] [--json FILE]
 
 cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the source, in which the tests and the
 simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter. Of
@@ -10,7 +10,9 @@ mutants that pass the tests, seeds take a minute each, so with --rest they are s
 --spare also says which unit tests the sample did not need, and how many mutants each of them showed: seeds or scripts
 show all of these, too. All tests run with each mutant then, also after one has failed, and seeds with those that a unit
 test shows and no script does. It is a question for a reader, not an answer: a sample of a few mutants for a test says
-little, and none shows a wrong text of an error or a documented example. `spare_tests.md` has what became of them.
+little, and none shows a wrong text of an error or a documented example. `spare_tests.md` has what became of them. As
+pytest and the seeds take most of a minute for a mutant, --package takes a file, and --test names the modules of tests
+that the question is about; scripts run, too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,7 +77,7 @@ class Outcome(msgspec.Struct):
 def draw(number: int, seed: int, packages: Sequence[str] = ()) -> list[Mutation]:
     """Returns random mutants, for which cosmic-ray is installed into a temporary environment.
 
-    packages: their folders; with none, all of the control's.
+    packages: their folders or files; with none, all of the control's.
     """
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     script = Path(__file__).with_name("draw_mutants.py")
@@ -104,8 +106,10 @@ def package_of(file: str) -> str:
 class SourceCopy:
     """A copy of the source in which mutants are tried, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tests: Collection[str] = ()) -> None:
+        """tests: names of the modules of unit tests that run, besides those of scripts; all if empty."""
         self._root = folder / "source"
+        self._tests = {f"{each}.py" for each in ("test_scripts", *tests)} if tests else None
         for name in subprocess.run(
             ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout.splitlines():
@@ -126,7 +130,8 @@ class SourceCopy:
         while not folder.is_dir():
             folder = folder.parent
         module = f" tandem.{file.removesuffix('.py').replace('/', '.')} "
-        sources = {str(each): each.read_text() for each in sorted(folder.rglob("test_*.py"))}
+        files = (each for each in sorted(folder.rglob("test_*.py")) if self._tests is None or each.name in self._tests)
+        sources = {str(each): each.read_text() for each in files}
         found = [each for each, source in sources.items() if f" {package}" in source]
         return sorted(found, key=lambda each: (not each.endswith("/test_scripts.py"), module not in sources[each]))
 
@@ -262,7 +267,10 @@ def main() -> None:
         "--spare", action="store_true", help="name the tests that show nothing but what seeds or scripts show"
     )
     parser.add_argument(
-        "--package", action="append", default=[], help="a folder that mutants are drawn from, as proxy/dispatch"
+        "--package", action="append", default=[], help="a folder or file that mutants are drawn from, as proxy/dispatch"
+    )
+    parser.add_argument(
+        "--test", action="append", default=[], help="a module of unit tests that runs with the scripts; else all run"
     )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no further mutants are tried after this time")
     parser.add_argument("--kept", type=Path, help="keeps the outcomes in this file, and goes on from what it has")
@@ -275,7 +283,7 @@ def main() -> None:
     else:
         outcomes = [Outcome(each) for each in draw(options.number, options.seed, options.package)]
     with tempfile.TemporaryDirectory() as folder:
-        copy = SourceCopy(Path(folder))
+        copy = SourceCopy(Path(folder), options.test)
         for number, outcome in enumerate(outcomes, 1):
             if time.monotonic() > ends_at:
                 break
