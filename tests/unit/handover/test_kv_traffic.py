@@ -1,4 +1,4 @@
-"""Blocks that arrive and leave: what is compared, and failures that no seed of the simulator has."""
+"""Blocks that arrive and leave: what is counted, compared and reported to the schedulers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class Traffic:
     jobs: callbacks of what is under way. calls: what the schedulers and the pair were told.
     """
 
-    def __init__(self, *, checksums: bool = False, is_open: bool = True) -> None:
+    def __init__(self, *, checksums: bool = False, one_sided: bool = False, is_open: bool = True) -> None:
         self.jobs: list[Any] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.now = 0.0
         pair = SimpleNamespace(connector="ipc", checksums=checksums, peer=SimpleNamespace(worker_id="decode-0"))
         sender = SimpleNamespace(send=lambda *job: self.jobs.append(job[-1]))
         self.traffic: KVTraffic[Any] = KVTraffic.__new__(KVTraffic)
         self.traffic.__dict__.update(
             _worker_id="prefill-0",
             _loop=asyncio.get_running_loop(),
-            _clock=lambda: 0.0,
+            _clock=lambda: self.now,
             num_bytes=0,
             num_compared_blocks=0,
             num_corrupt_blocks=0,
             _perform=lambda actions: None,
-            _metrics=SimpleNamespace(on_shipped=lambda *shipped: None),
+            _metrics=SimpleNamespace(on_shipped=lambda *shipped: self.calls.append(("metrics", *shipped))),
             _receiving=SimpleNamespace(
                 on_received=lambda name, error: self.calls.append(("received", name, error)),
                 on_corrupt=lambda name, error: self.calls.append(("corrupt", name, error.message)),
@@ -54,11 +55,11 @@ class Traffic:
             _outgoing_table=SimpleNamespace(
                 get=lambda pair_id: pair,
                 announcement=lambda *fields: ShipKV(fields[0], 0, *fields[1:]),
-                on_shipped=lambda *shipped: pair,
+                on_shipped=lambda *shipped: self.calls.append(("counted", *shipped)) or pair,
             ),
             _host=SimpleNamespace(
                 pools=SimpleNamespace(checksums=lambda block_ids, done: self.jobs.append(done)),
-                connectors={"ipc": SimpleNamespace(one_sided=False)},
+                connectors={"ipc": SimpleNamespace(one_sided=one_sided)},
                 block_bytes=100,
             ),
         )
@@ -66,6 +67,7 @@ class Traffic:
     async def end(self, result: Any) -> list[tuple[Any, ...]]:
         """Ends the job under way. Returns what was told since."""
         self.calls.clear()
+        self.now += 0.5
         self.jobs.pop()(result)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -74,6 +76,18 @@ class Traffic:
     @property
     def figures(self) -> tuple[int, int, int]:
         return self.traffic.num_bytes, self.traffic.num_compared_blocks, self.traffic.num_corrupt_blocks
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+async def test_blocks_are_announced_once_and_counted_when_they_have_gone(one_sided: bool) -> None:
+    """A path on which both ends take part needs the announcement first. The other one needs it behind the blocks."""
+    made = Traffic(one_sided=one_sided)
+    made.traffic.ship(Ship("pair", "t", 4, [1, 2, 3], [7, 8, 9]))
+    assert made.calls == ([] if one_sided else [("announced", 4)])
+    counted = [("counted", "pair", 300, 0.5), ("metrics", ("prefill-0", "decode-0", "ipc"), 300, 0.5)]
+    announced = [("announced", 4)] if one_sided else []
+    assert await made.end(None) == [*counted, *announced, ("shipped", "t", None)]
+    assert made.figures == (300, 0, 0)
 
 
 @pytest.mark.parametrize("result", [[5], BROKEN])
