@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 COSMIC_RAY = "cosmic-ray==8.7.0"
 SCRIPTED = "/test_scripts.py::"
 """Is in the names of tests that play scripts (`tests/support/scripts.py`)."""
-_TESTS_LIMIT_S = 240.0
+_TESTS_LIMIT_S = 90.0
 _SEEDS_LIMIT_S = 1200.0
 """Limits after which a process counts as hanging, which shows the fault. Most take a tenth."""
 _ENGINES = {"prefill_worker": "tandem", "decode_worker": "tandem", "vllm_worker": "vllm"}
