@@ -107,9 +107,9 @@ class SourceCopy:
     """A copy of the source in which mutants are tried, one at a time."""
 
     def __init__(self, folder: Path, tests: Collection[str] = ()) -> None:
-        """tests: names of the modules of unit tests that run, besides those of scripts; all if empty."""
+        """tests: names of the modules of unit tests that run besides the scripts; all if empty."""
         self._root = folder / "source"
-        self._tests = {f"{each}.py" for each in ("test_scripts", *tests)} if tests else None
+        self._tests = {f"{each}.py" for each in tests} if tests else None
         for name in subprocess.run(
             ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout.splitlines():
@@ -121,17 +121,19 @@ class SourceCopy:
         self._environment = os.environ | {"PYTHONPATH": str(folder)}  # is looked at before installed packages
 
     def tests_of(self, package: str, file: str = "") -> list[str]:
-        """Returns the unit tests in the package's folder, or in the nearest one above, that import the package.
+        """Returns the unit tests that import the package: scripts, and those in its folder or the nearest one above.
 
-        Scripts come first, because a fault that they show need not be tried on seeds, and other tests may wait long for
-        what it keeps from happening. Then come those that import `file`, the most likely to show a fault in it.
+        Scripts of all packages come first, because a fault that they show need not be tried on seeds, and other tests
+        may wait long for what it keeps from happening. Then come those that import `file`, the most likely to show a
+        fault in it.
         """
-        folder = self._root / "tests" / "unit" / Path(*package.split(".")[1:])
+        unit = self._root / "tests" / "unit"
+        folder = unit / Path(*package.split(".")[1:])
         while not folder.is_dir():
             folder = folder.parent
         module = f" tandem.{file.removesuffix('.py').replace('/', '.')} "
-        files = (each for each in sorted(folder.rglob("test_*.py")) if self._tests is None or each.name in self._tests)
-        sources = {str(each): each.read_text() for each in files}
+        asked = [each for each in folder.rglob("test_*.py") if self._tests is None or each.name in self._tests]
+        sources = {str(each): each.read_text() for each in sorted({*asked, *unit.rglob("test_scripts.py")})}
         found = [each for each, source in sources.items() if f" {package}" in source]
         return sorted(found, key=lambda each: (not each.endswith("/test_scripts.py"), module not in sources[each]))
 

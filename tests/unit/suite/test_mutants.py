@@ -46,8 +46,10 @@ def test_the_interval_of_a_share(num_found: int, num: int, limits: tuple[float, 
 
 
 def test_scripts_run_first_then_tests_that_import_the_mutated_file(tmp_path: Path) -> None:
-    script, *tests = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/worker_table.py")
-    assert script.endswith("/test_scripts.py")
+    found = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/worker_table.py")
+    scripts = [each for each in found if each.endswith("/test_scripts.py")]
+    assert found[: len(scripts)] == scripts and {Path(each).parent.name for each in scripts} == {"cluster", "dispatch"}
+    tests = found[len(scripts) :]
     imports = [" tandem.proxy.cluster.worker_table " in Path(each).read_text() for each in tests]
     assert imports == sorted(imports, reverse=True)
     assert 0 < sum(imports) < len(imports)
