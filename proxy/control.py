@@ -51,7 +51,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.telemetry.proxy_metrics import PREDICTED, Predictions, ProxyMetrics
-from tandem.telemetry.request_log import PLACEMENTS
+from tandem.telemetry.stages import PLACEMENTS
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, WorkerPools
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, OnAddresses, WorkerPools
 from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
@@ -72,7 +72,7 @@ class Wires:
 
 @dataclass
 class SimulatedRank:
-    """Takes the place of `kv_transfer.ranks.rank_pool.RankPool`. heads: pools of this rank's heads, in order.
+    """Implements `kv_transfer.ranks.fan_out.WorkerRank`. heads: pools of this rank's heads, in order.
 
     An address is the process id of its rank.
     """
@@ -107,13 +107,7 @@ class SimulatedRank:
 
         return FanOutSender.open(partial(open_path, *each) for each in own)
 
-    def open_receiver(
-        self,
-        connector: str,
-        pair_id: str,
-        num_senders: int,
-        on_addresses: Callable[[list[bytes] | KVTransferFailed], None],
-    ) -> KVReceiver:
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
         routes = head_routes(self.layout.total_kv_heads, num_senders, self.layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]
 
@@ -133,14 +127,14 @@ class SimulatedRank:
         listening = zip(routes, gather(len(routes), on_addresses), strict=True)
         return FanOutReceiver.open(partial(open_path, *each) for each in listening)
 
-    def checksums(self, block_ids: Sequence[int], on_done: OnChecksums) -> None:
+    def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         first = self.rank * self.layout.num_kv_heads
         found = [0] * len(block_ids)
         for number, pool in enumerate(self.heads, first):
             for each, block in enumerate(block_ids):
                 found[each] ^= zlib.crc32(f"{number} {pool.blocks[block]}".encode())
         self.checksums_at = max(self.loop.time() + self.wires.block_s(), self.checksums_at)
-        self.loop.call_at(self.checksums_at, on_done, found)  # results arrive in the order of the calls
+        self.loop.call_at(self.checksums_at, on_checksums, found)  # results arrive in the order of the calls
 
 
 class SimulatedPools(WorkerPools):
@@ -157,7 +151,7 @@ class SimulatedPools(WorkerPools):
             for rank, (pid, loop) in enumerate(zip(pids, loops, strict=True))
         ]
         wires.pools.update({each.pid: each.heads for each in self.ranks})
-        super().__init__(layout, cast(Any, self.ranks), tiers)
+        super().__init__(layout, self.ranks, tiers)
 
 
 class _OneSidedSender:

@@ -26,8 +26,7 @@ class SimulatedTiers(WorkerTiers):
 
     def __init__(self, ranks: list[RankTiers]) -> None:
         own: Any = {name: _Tier(ranks[0], name) for name in ranks[0].names}
-        followers: Any = [_Follower(rank) for rank in ranks[1:]]
-        super().__init__(own, followers)
+        super().__init__(own, [_Follower(rank) for rank in ranks[1:]])
         self.ranks = ranks
 
     def is_idle(self, name: str) -> bool:
@@ -54,13 +53,14 @@ class _Tier:
 
 
 class _Follower:
-    """Takes the place of `kv_transfer.ranks.remote_rank.RemoteRank`."""
+    """Implements `kv_transfer.ranks.worker_tiers.TierFollower`."""
 
     def __init__(self, tiers: RankTiers) -> None:
         self._tiers = tiers
 
-    def order(self, order: str, name: str, *args: Any, on_done: Callable[[Any], None]) -> None:
-        getattr(self._tiers, order)(name, *args, lambda answer: on_done([answer.num_blocks, answer.error]))
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None] = lambda result: None) -> None:
+        tier, *job = args
+        getattr(self._tiers, name)(tier, *job, lambda answer: on_done([answer.num_blocks, answer.error]))
 
 
 class RankTiers:

@@ -2,7 +2,7 @@
 
 TTFT: arrival of the HTTP request to the first token. ITL: between two token messages of one sequence. TPOT: mean time
 per output token after the first. E2E: arrival to the last piece of text. The stages of
-`telemetry.request_log` add up to it.
+`telemetry.stages` add up to it.
 
 Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client keeps all values in files there, one set
 for each process, and any process renders the sum. Counters of a process that has ended keep their value.
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
-from tandem.telemetry.request_log import PLACEMENTS, STAGES
+from tandem.telemetry.stages import PLACEMENTS, STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

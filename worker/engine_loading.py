@@ -63,7 +63,7 @@ async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[],
     followers = [RemoteRank(connection) for connection in ranks.transfer_connections]
     for follower in followers:
         await loop.run_in_executor(None, follower.wait_until_ready, keys)
-    tiers = WorkerTiers.of(own_pool, followers, config.tiers)
+    tiers = WorkerTiers.of(own_pool.tiers(config.tiers), followers, config.tiers)
     freeze_loaded_objects()
     return EngineHost(
         ranks,

@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 
 from tandem.deploy.diagnosis.observation import Observation
-from tandem.telemetry.request_log import STAGES
+from tandem.telemetry.stages import STAGES
 
 TTFT_STAGES = tuple(islice(STAGES, 5))
 LATER_STAGES = tuple(islice(STAGES, 5, None))

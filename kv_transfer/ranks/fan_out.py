@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
@@ -13,11 +13,10 @@ from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 
-if TYPE_CHECKING:
-    from tandem.kv_transfer.ranks.rank_pool import RankPool
-    from tandem.kv_transfer.ranks.remote_rank import RemoteRank
-
 P = TypeVar("P")
+
+OnAddresses = Callable[[list[bytes] | KVTransferFailed], None]
+"""Gets the addresses of one decode rank's paths, in the order of the prefill ranks."""
 
 
 def _open_all(paths: Iterable[Callable[[], P]], close: Callable[[P], object]) -> list[P]:
@@ -82,15 +81,26 @@ class FanOutReceiver:
             receiver.close()
 
 
+class WorkerRank(Protocol):
+    """The KV pool of one rank: `rank_pool.RankPool`, or `remote_rank.RemoteRank` if it is another process's."""
+
+    def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
+        """Opens the paths to the decode worker's ranks. addresses: see `PairAccepted`. Raises KVPathRefused."""
+
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
+        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVPathRefused."""
+
+    def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
+        """Hashes this rank's heads of each block. Results arrive on any thread, in the order of the calls."""
+
+
 class WorkerPools:
     """The KV pools of all ranks of a worker, as one. ranks: in order. tiers: below these pools; None for none.
 
     Implements `handover.kv_host.KVPools`, which says what the methods do.
     """
 
-    def __init__(
-        self, layout: KVLayout, ranks: Sequence[RankPool | RemoteRank], tiers: WorkerTiers | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, ranks: Sequence[WorkerRank], tiers: WorkerTiers | None = None) -> None:
         assert len(ranks) == layout.tensor_parallel_size
         self.layout = layout
         self.tiers = tiers if tiers is not None else WorkerTiers({})

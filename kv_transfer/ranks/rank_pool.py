@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,21 +12,18 @@ from tandem.kv_transfer.checksums import OnChecksums, rank_checksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer, gather, when_all
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, OnAddresses
 from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
 from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.runtime.errors import KVPathRefused, KVTransferFailed
-
-OnAddresses = Callable[[list[bytes] | KVTransferFailed], None]
-"""Gets the addresses of one decode rank's paths, in the order of the prefill ranks."""
+from tandem.runtime.errors import KVPathRefused
 
 
 @dataclass(frozen=True)
 class RankPool:
-    """The pool of one rank. blocks: uint8 [num_blocks, block_bytes]."""
+    """The pool of one rank (see `fan_out.WorkerRank`). blocks: uint8 [num_blocks, block_bytes]."""
 
     rank: int
     layout: KVLayout
@@ -35,7 +32,6 @@ class RankPool:
     checksum_thread: JobThread = field(default_factory=lambda: JobThread("checksums", keeps_going=True))
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        """Opens the paths to the decode worker's ranks. addresses: see `PairAccepted`. Raises KVPathRefused."""
         layout = self.layout
         if not addresses or layout.total_kv_heads % len(addresses):
             raise KVPathRefused(f"the peer cannot share {layout.total_kv_heads} heads among {len(addresses)} ranks")
@@ -55,7 +51,6 @@ class RankPool:
         return FanOutSender.open(partial(open_path, *each) for each in own)
 
     def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
-        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVPathRefused."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]

@@ -17,7 +17,8 @@ import msgspec
 
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
-from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
+from tandem.kv_transfer.ranks.fan_out import OnAddresses
+from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.codec import Codec

@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.kv_transfer.connector import gather
 from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer, TiersConfig
 from tandem.runtime.errors import KVTransferFailed
 
-if TYPE_CHECKING:  # they load torch, which the simulator has not
-    from tandem.kv_transfer.ranks.rank_pool import RankPool
-    from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+if TYPE_CHECKING:  # loads torch, which the simulator has not
     from tandem.kv_transfer.tiers.tier_thread import TierThread
 
 
 log = logging.getLogger(__name__)
+
+
+class TierFollower(Protocol):
+    """A rank other than rank 0, which does the same to its own tiers. Implemented by `remote_rank.RemoteRank`."""
+
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None] = ...) -> None:
+        """Sends an order of `remote_rank.TransferServer`. `on_done` gets its result, or a KVTransferFailed, once."""
 
 
 class WorkerTiers:
@@ -31,15 +36,15 @@ class WorkerTiers:
     The answers of a tier come in the order of the questions, because each has only what has changed since the last one.
     """
 
-    def __init__(self, own: Mapping[str, TierThread], followers: Sequence[RemoteRank] = ()) -> None:
+    def __init__(self, own: Mapping[str, TierThread], followers: Sequence[TierFollower] = ()) -> None:
         self._own = own
         self._followers = followers
         self._answers = {name: _AnswersInOrder() for name in own}
 
     @classmethod
-    def of(cls, own: RankPool, followers: Sequence[RemoteRank], config: TiersConfig) -> WorkerTiers:
-        """Returns the tiers below these pools. Raises ConfigError if one is not installed."""
-        tiers = cls(own.tiers(config), followers)
+    def of(cls, own: Mapping[str, TierThread], followers: Sequence[TierFollower], config: TiersConfig) -> WorkerTiers:
+        """Returns the tiers of all ranks. config: what rank 0's were made from, and its followers make theirs from."""
+        tiers = cls(own, followers)
         for follower in followers if tiers.names else ():
             follower.order("use_tiers", config)
         return tiers

@@ -49,7 +49,7 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predictions: dict[str, PredictionFigures] = {}
     """Predictions by latency (ttft, itl)."""
     placements: dict[str, int] = {}
-    """Sequences by where they ran, see `telemetry.request_log`."""
+    """Sequences by where they ran, see `telemetry.stages.Placement`."""
     stages: dict[str, LatencyBuckets] = {}
     """Times of finished sequences, by stage."""
 

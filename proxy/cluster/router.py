@@ -21,7 +21,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.worker_record import WorkerRecord, WorkerUse
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded
-from tandem.telemetry.request_log import Placement
+from tandem.telemetry.stages import Placement
 
 _MIN_TTFT_S = 0.002
 """Seconds to a first token with nothing to compute: two messages and one step."""

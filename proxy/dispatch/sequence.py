@@ -70,7 +70,7 @@ from tandem.proxy.cluster.router import NoWorkerReady, Route, Router
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
-from tandem.telemetry.request_log import AttemptTimes
+from tandem.telemetry.stages import AttemptTimes
 
 MAX_LOST_ATTEMPTS = 8
 """Attempts that may fail through no fault of the sequence. After that the sequence is taken to be the cause."""

@@ -11,7 +11,8 @@ import pytest
 from tandem.protocol.messages.membership import PairStatus, Role, TierFigures, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.proxy.http.routes.admin import ClusterState
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.request_log import AttemptTimes, Placement, SequenceTimer
+from tandem.telemetry.request_log import SequenceTimer
+from tandem.telemetry.stages import AttemptTimes, Placement
 from tests.integration.test_observing import chromium
 
 PAGE = Path(__file__).parents[2] / "proxy/http/routes/dashboard.html"

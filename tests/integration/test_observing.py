@@ -23,7 +23,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.telemetry.request_log import PLACEMENTS, STAGES
+from tandem.telemetry.stages import PLACEMENTS, STAGES
 from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.grafana import queries
 from tests.support.ports import free_port

@@ -1,12 +1,13 @@
 """Prints a random sample of the faults that cosmic-ray makes in the packages of a cluster's control, as JSON.
 
-Packages are folders; with none, all of `PACKAGES`. Each mutant is a list: operator, file, text, and what replaces it.
+Packages are folders or files; with none, all of `PACKAGES`. Each mutant is a list: operator, file, text, and what
+replaces it.
 
     uv run --no-project --with cosmic-ray==8.7.0 python tests/mutants/draw_mutants.py ROOT NUMBER SEED [PACKAGE]...
 
 Runs outside of Tandem's environment, because nothing else needs cosmic-ray. Left out is what can change nothing or what
 is no fault of the kind that is looked for: annotations, which nothing evaluates, calls of a log, assertions, and the
-values of constants, of which many are as good.
+values of constants, of which many are as good. A type that is named counts as one: without it nothing can be imported.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _WithoutHarmlessParts(ast.NodeTransformer):
         return ast.Pass()
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        if all(isinstance(each, ast.Name) and each.id.isupper() for each in node.targets):
+        if all(isinstance(each, ast.Name) and each.id.lstrip("_")[:1].isupper() for each in node.targets):
             node.value = ast.Constant(None)
         self.generic_visit(node)
         return node
@@ -84,7 +85,7 @@ def operators() -> list[tuple[str, Any]]:
 def places(root: Path, packages: Sequence[str]) -> Iterator[tuple[Path, str, Any, int]]:
     """Yields (file, name of the operator, operator, number of the place)."""
     for package in packages:
-        for file in sorted((root / package).rglob("*.py")):
+        for file in sorted((root / package).rglob("*.py")) or [root / package]:
             nodes = list(ast_nodes(get_ast(file.read_text())))
             for name, operator in operators():
                 num_places = sum(len(list(operator.mutation_positions(node))) for node in nodes)

@@ -1,14 +1,18 @@
 """Faults made by a machine, each tried on seeds of the simulator and on the unit tests of its package.
 
     python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--rest] [--limit-s SECONDS]
-        [--spare] [--package proxy/dispatch]... [--kept FILE] [--json FILE]
+        [--spare] [--package proxy/dispatch]... [--test test_generation]... [--kept FILE] [--json FILE]
 
 cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the source, in which the tests and the
 simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter. Of
 mutants that pass the tests, seeds take a minute each, so with --rest they are spared for those that the tests show.
 
---spare also says which unit tests the sample did not need: all mutants that they show, seeds or scripts show, too. All
-tests run with each mutant then, also after one has failed, and seeds with those that no script shows.
+--spare also says which unit tests the sample did not need, and how many mutants each of them showed: seeds or scripts
+show all of these, too. All tests run with each mutant then, also after one has failed, and seeds with those that a unit
+test shows and no script does. It is a question for a reader, not an answer: a sample of a few mutants for a test says
+little, and none shows a wrong text of an error or a documented example. `spare_tests.md` has what became of them. As
+pytest and the seeds take most of a minute for a mutant, --package takes a file, and --test names the modules of tests
+that the question is about; scripts run, too.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,12 +41,13 @@ ROOT = Path(__file__).parents[2]
 COSMIC_RAY = "cosmic-ray==8.7.0"
 SCRIPTED = "/test_scripts.py::"
 """Is in the names of tests that play scripts (`tests/support/scripts.py`)."""
-_TESTS_LIMIT_S = 600.0
-_SEED_LIMIT_S = 20.0
-_START_LIMIT_S = 60.0
-"""Limits after which a process counts as hanging, which shows the fault. The tests take a tenth, a seed a fiftieth."""
+_TESTS_LIMIT_S = 90.0
+_SEEDS_LIMIT_S = 1200.0
+"""Limits after which a process counts as hanging, which shows the fault. Most take a tenth."""
+_ENGINES = {"prefill_worker": "tandem", "decode_worker": "tandem", "vllm_worker": "vllm"}
+"""Engines whose seeds alone run a package, by its first folder."""
 
-_PYTEST = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "not extended"]
+_PYTEST = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "not extended", "--timeout", "60"]
 
 
 class Outcome(msgspec.Struct):
@@ -62,11 +67,17 @@ class Outcome(msgspec.Struct):
     def by_scripts(self) -> bool:
         return any(SCRIPTED in each for each in self.failed or ())
 
+    def needs_seeds(self, only_rest: bool, runs_all: bool) -> bool:
+        """Whether seeds have to be tried with the mutant after the tests (`SourceCopy.attempt`)."""
+        if runs_all:
+            return bool(self.failed) and not self.by_scripts
+        return not (only_rest and self.by_tests)
+
 
 def draw(number: int, seed: int, packages: Sequence[str] = ()) -> list[Mutation]:
     """Returns random mutants, for which cosmic-ray is installed into a temporary environment.
 
-    packages: their folders; with none, all of the control's.
+    packages: their folders or files; with none, all of the control's.
     """
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     script = Path(__file__).with_name("draw_mutants.py")
@@ -95,8 +106,10 @@ def package_of(file: str) -> str:
 class SourceCopy:
     """A copy of the source in which mutants are tried, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tests: Collection[str] = ()) -> None:
+        """tests: names of the modules of unit tests that run besides the scripts; all if empty."""
         self._root = folder / "source"
+        self._tests = {f"{each}.py" for each in tests} if tests else None
         for name in subprocess.run(
             ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout.splitlines():
@@ -108,22 +121,26 @@ class SourceCopy:
         self._environment = os.environ | {"PYTHONPATH": str(folder)}  # is looked at before installed packages
 
     def tests_of(self, package: str, file: str = "") -> list[str]:
-        """Returns the unit tests in the package's folder, or in the nearest one above, that import the package.
+        """Returns the unit tests that import the package: scripts, and those in its folder or the nearest one above.
 
-        Those that import `file` come first, because they are the most likely to show a fault in it.
+        Scripts of all packages come first, because a fault that they show need not be tried on seeds, and other tests
+        may wait long for what it keeps from happening. Then come those that import `file`, the most likely to show a
+        fault in it.
         """
-        folder = self._root / "tests" / "unit" / Path(*package.split(".")[1:])
+        unit = self._root / "tests" / "unit"
+        folder = unit / Path(*package.split(".")[1:])
         while not folder.is_dir():
             folder = folder.parent
         module = f" tandem.{file.removesuffix('.py').replace('/', '.')} "
-        sources = {str(each): each.read_text() for each in sorted(folder.rglob("test_*.py"))}
+        asked = [each for each in folder.rglob("test_*.py") if self._tests is None or each.name in self._tests]
+        sources = {str(each): each.read_text() for each in sorted({*asked, *unit.rglob("test_scripts.py")})}
         found = [each for each, source in sources.items() if f" {package}" in source]
-        return sorted(found, key=lambda each: module not in sources[each])
+        return sorted(found, key=lambda each: (not each.endswith("/test_scripts.py"), module not in sources[each]))
 
     def attempt(self, outcome: Outcome, num_seeds: int, *, only_rest: bool = False, runs_all: bool = False) -> None:
         """Tries what has not been tried. only_rest: runs no seeds with a mutant that the tests show.
 
-        runs_all: notes all tests that fail, and runs no seeds with a mutant that scripts show.
+        runs_all: notes all tests that fail, and runs seeds only with a mutant that tests show and scripts do not.
 
         Raises AssertionError if the mutant's text is not there exactly once, or if the tests of its package fail
         without it.
@@ -131,7 +148,7 @@ class SourceCopy:
         mutant = outcome.mutant
         if (package := package_of(mutant.file)) not in self._sound:
             assert not self._tests_fail(package), f"the tests of {package} fail without a mutant"
-            assert self._sound or not num_seeds or not self._seeds_fail(1), "a seed fails without a mutant"
+            assert self._sound or not num_seeds or not self._seeds_fail(1, mutant.file), "a seed fails without a mutant"
             self._sound.add(package)
         file = self._root / mutant.file
         source = file.read_text()
@@ -142,9 +159,8 @@ class SourceCopy:
                 outcome.by_tests, outcome.failed = self._failing_tests(package, mutant.file)
             if outcome.by_tests is None:
                 outcome.by_tests = self._tests_fail(package, mutant.file)
-            is_shown = (only_rest and outcome.by_tests) or outcome.by_scripts
-            if outcome.by_seeds is None and num_seeds and not is_shown:
-                outcome.by_seeds = self._seeds_fail(num_seeds)
+            if outcome.by_seeds is None and num_seeds and outcome.needs_seeds(only_rest, runs_all):
+                outcome.by_seeds = self._seeds_fail(num_seeds, mutant.file)
         finally:
             file.write_text(source)
 
@@ -162,9 +178,9 @@ class SourceCopy:
             output.seek(0)
             return fails, failed_tests(output.read())
 
-    def _seeds_fail(self, num_seeds: int) -> bool:
-        arguments = ["-c", "from tandem.deploy.cli import main; main()", "simulate", "--seeds", f"1-{num_seeds}"]
-        return self._fails(arguments, _START_LIMIT_S + _SEED_LIMIT_S * num_seeds)
+    def _seeds_fail(self, num_seeds: int, file: str) -> bool:
+        engine = _ENGINES.get(file.partition("/")[0], "")
+        return self._fails(["-m", "tests.mutants.play_seeds", str(num_seeds), engine], _SEEDS_LIMIT_S)
 
     def _fails(self, arguments: list[str], limit_s: float, output: TextIO | None = None) -> bool:
         command = [sys.executable, *arguments]
@@ -190,19 +206,19 @@ def failed_tests(output: str) -> list[str]:
     return found
 
 
-def spare_tests(outcomes: Sequence[Outcome]) -> list[str]:
-    """Returns the tests of which each mutant that they show is shown by seeds or scripts, too.
+def spare_tests(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Returns the tests of which each mutant that they show is shown by seeds or scripts, too, with their number.
 
     A test with parameters is one. Tests that show no mutant are not among them, as nothing is known of them.
     """
-    shown: set[str] = set()
+    shown: Counter[str] = Counter()
     needed: set[str] = set()
     for outcome in outcomes:
         names = {each.partition("[")[0] for each in outcome.failed or () if SCRIPTED not in each}
-        shown |= names
+        shown.update(names)
         if not outcome.by_scripts and not outcome.by_seeds:
             needed |= names
-    return sorted(shown - needed)
+    return {name: shown[name] for name in sorted(shown.keys() - needed)}
 
 
 def interval(num_found: int, num: int) -> tuple[float, float]:
@@ -253,7 +269,10 @@ def main() -> None:
         "--spare", action="store_true", help="name the tests that show nothing but what seeds or scripts show"
     )
     parser.add_argument(
-        "--package", action="append", default=[], help="a folder that mutants are drawn from, as proxy/dispatch"
+        "--package", action="append", default=[], help="a folder or file that mutants are drawn from, as proxy/dispatch"
+    )
+    parser.add_argument(
+        "--test", action="append", default=[], help="a module of unit tests that runs with the scripts; else all run"
     )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no further mutants are tried after this time")
     parser.add_argument("--kept", type=Path, help="keeps the outcomes in this file, and goes on from what it has")
@@ -266,14 +285,14 @@ def main() -> None:
     else:
         outcomes = [Outcome(each) for each in draw(options.number, options.seed, options.package)]
     with tempfile.TemporaryDirectory() as folder:
-        copy = SourceCopy(Path(folder))
+        copy = SourceCopy(Path(folder), options.test)
         for number, outcome in enumerate(outcomes, 1):
             if time.monotonic() > ends_at:
                 break
-            is_rest = (options.rest and outcome.is_decided) or outcome.by_scripts
             is_listed = outcome.failed is not None or not options.spare
             is_tried = outcome.by_tests is not None and is_listed
-            if is_tried and (outcome.by_seeds is not None or not options.seeds or is_rest):
+            needs_seeds = options.seeds and outcome.needs_seeds(options.rest, options.spare)
+            if is_tried and (outcome.by_seeds is not None or not needs_seeds):
                 continue
             copy.attempt(outcome, options.seeds, only_rest=options.rest, runs_all=options.spare)
             words = {True: "shown", False: "not shown", None: "not tried"}
@@ -288,7 +307,8 @@ def main() -> None:
                 kept.write_bytes(msgspec.json.encode(outcomes))
     made = report(outcomes, options.seeds)
     print(made.figures["shown_by"])
-    print(*made.figures.get("spare_tests", ()), sep="\n")
+    for name, num_shown in made.figures.get("spare_tests", {}).items():
+        print(f"{num_shown:3} {name}")
     if options.json:
         made.write(options.json)
 

@@ -23,8 +23,8 @@ from tandem.engine.numerics import machine_numerics
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import WorkerPools
-from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
+from tandem.kv_transfer.ranks.fan_out import OnAddresses, WorkerPools
+from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import READY_TIMEOUT_S, RemoteRank, TransferServer
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout

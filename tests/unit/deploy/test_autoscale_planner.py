@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import lzma
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,8 @@ from tandem.deploy.autoscale.planner import (
     servers_needed,
     wait_probability,
 )
+from tandem.engine.steps.step_times import StepTimes
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
-from tests.support.load_recordings import read_recording
 
 BUSY = Demand(
     num_prefill=1,
@@ -357,6 +360,29 @@ def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
         # 2.5 workers for arriving requests, and a backlog of 250 s of work.
         assert proposal.prefill_need.work == pytest.approx((2.5 + 250 / config.foresee_s) / 0.8)
         assert (proposal.prefill, proposal.decode) == (10 - decode, decode)
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """Load reports of all workers of a real cluster, `at` seconds after the recording started."""
+
+    at: float
+    workers: list[tuple[WorkerInfo, WorkerLoad]]
+
+
+def read_recording(file: Path) -> Iterator[Observed]:
+    """Reads one JSON line per second, and adds the step times that decode workers measured but did not report."""
+    times: defaultdict[str, StepTimes] = defaultdict(StepTimes)
+
+    def fitted(info: WorkerInfo, load: WorkerLoad) -> WorkerLoad:
+        if info.role != "decode":
+            return load
+        fit = times[info.epoch]
+        fit.on_step(load.num_running, 0, load.step_time_s)
+        return msgspec.structs.replace(load, fixed_step_s=fit.fixed_s, step_s_per_sequence=fit.s_per_sequence)
+
+    for line in lzma.decompress(file.read_bytes()).splitlines():
+        observed = msgspec.json.decode(line, type=Observed)
+        yield Observed(observed.at, [(info, fitted(info, load)) for info, load in observed.workers])
 
 
 def test_a_recorded_burst_triggers_one_immediate_proposal() -> None:

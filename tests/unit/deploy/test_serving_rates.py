@@ -24,7 +24,8 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.control import serving_figures
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.request_log import STAGES, AttemptTimes, SequenceTimer
+from tandem.telemetry.request_log import SequenceTimer
+from tandem.telemetry.stages import STAGES, AttemptTimes
 
 
 def figures(fast: int, slow: int, tokens: int) -> ServingFigures:

@@ -96,15 +96,6 @@ async def test_blocks_are_announced_once_and_counted_when_they_have_gone(one_sid
     assert made.figures == (300, 0, 0)
 
 
-async def test_a_path_that_breaks_fails_the_pair_and_counts_nothing() -> None:
-    made = Traffic(one_sided=True)
-    made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
-    assert await made.end(BROKEN) == [("shipped", "t", BROKEN), ("pair fails", "pair", "the path broke")]
-    made.traffic.receive(Receive("pair", "t", [7]))
-    assert await made.end(BROKEN) == [("received", "t", BROKEN), ("pair fails", "pair", "the path broke")]
-    assert made.figures == (0, 0, 0)
-
-
 @pytest.mark.parametrize("result", [[5], BROKEN])
 async def test_a_shipment_without_a_path_or_checksums_is_reported_later(result: Any) -> None:
     made = Traffic(checksums=True, is_open=result is BROKEN)

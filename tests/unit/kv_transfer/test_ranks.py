@@ -73,6 +73,7 @@ class Worker:
     pools: WorkerPools
     blocks: list[torch.Tensor]  # by rank: uint8 [num_blocks, block_bytes]
     follower_ends: list[Connection]
+    followers: list[RemoteRank]
 
     def heads(self) -> torch.Tensor:
         """All ranks' heads side by side: [num_blocks, 2 * num_layers, NUM_KV_HEADS, HEAD_BYTES]."""
@@ -101,8 +102,9 @@ def worker_of(size: int, keys: NetworkKeys | None = None, tiers: TiersConfig | N
     for follower in followers:
         follower.wait_until_ready(keys)
     own = RankPool(0, layout, blocks[0], network)
-    own_tiers = WorkerTiers.of(own, followers, tiers or TiersConfig())
-    yield Worker(WorkerPools(layout, [own, *followers], own_tiers), blocks, follower_ends)
+    tiers = tiers or TiersConfig()
+    own_tiers = WorkerTiers.of(own.tiers(tiers), followers, tiers)
+    yield Worker(WorkerPools(layout, [own, *followers], own_tiers), blocks, follower_ends, followers)
     for fd in fds:
         os.close(fd)
 
@@ -396,7 +398,7 @@ def test_an_order_that_cannot_be_sent_is_answered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 1000)
     with worker_of(2) as worker:
         outcomes, checksums = Outcomes(), queue.Queue[list[int] | KVTransferFailed]()
-        worker.pools._ranks[1].order("prepare", "pair", list(range(1000)), on_done=outcomes)
+        worker.followers[0].order("prepare", "pair", list(range(1000)), on_done=outcomes)
         error = outcomes.next()
         assert error is not None and "cannot be sent" in error.message
         worker.pools.checksums([0] * 150, checksums.put)  # the order is small, the result is not
@@ -409,7 +411,7 @@ def test_an_answer_that_cannot_be_handled_keeps_no_other_from_being_read(caplog:
         raise RuntimeError("Event loop is closed")
 
     with worker_of(2) as worker:
-        worker.pools._ranks[1].order("prepare", "pair", [1], on_done=mistake)
+        worker.followers[0].order("prepare", "pair", [1], on_done=mistake)
         assert checksums_of(worker, [1])
     assert "could not be handled" in caplog.text
 

@@ -45,8 +45,11 @@ def test_the_interval_of_a_share(num_found: int, num: int, limits: tuple[float, 
     assert interval(num_found, num) == limits
 
 
-def test_tests_that_import_the_mutated_file_run_first(tmp_path: Path) -> None:
-    tests = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/worker_table.py")
+def test_scripts_run_first_then_tests_that_import_the_mutated_file(tmp_path: Path) -> None:
+    found = SourceCopy(tmp_path).tests_of("tandem.proxy.cluster", "proxy/cluster/worker_table.py")
+    scripts = [each for each in found if each.endswith("/test_scripts.py")]
+    assert found[: len(scripts)] == scripts and {Path(each).parent.name for each in scripts} == {"cluster", "dispatch"}
+    tests = found[len(scripts) :]
     imports = [" tandem.proxy.cluster.worker_table " in Path(each).read_text() for each in tests]
     assert imports == sorted(imports, reverse=True)
     assert 0 < sum(imports) < len(imports)
@@ -74,5 +77,6 @@ def test_a_test_is_spare_if_seeds_or_scripts_show_all_that_it_shows() -> None:
         outcome(False, "a.py::test_needed[2]"),
         outcome(False),
     ]
-    spare = ["tests/unit/a.py::test_by_script", "tests/unit/a.py::test_by_seeds"]
+    spare = {"tests/unit/a.py::test_by_script": 1, "tests/unit/a.py::test_by_seeds": 1}
     assert spare_tests(outcomes) == spare == report(outcomes, 20).figures["spare_tests"]
+    assert [each.needs_seeds(only_rest=False, runs_all=True) for each in outcomes] == [True, False, True, False]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tandem.runtime.logs import LogSettings, serving, setup_logging
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.request_log import PLACEMENTS, STAGES, AttemptTimes, RequestLog, RequestRecord, SequenceTimer
+from tandem.telemetry.request_log import RequestLog, RequestRecord, SequenceTimer
+from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import (
     MAX_SHOWN_ATTEMPTS,
     MAX_SHOWN_SEQUENCES,
-    AttemptTimes,
     RequestLog,
     RequestRecord,
     SequenceTimer,
 )
+from tandem.telemetry.stages import AttemptTimes
 
 METRICS = ProxyMetrics()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.telemetry.request_log import STAGES, AttemptTimes, stage_times
+from tandem.telemetry.stages import STAGES, AttemptTimes, stage_times
 
 seconds = st.floats(0, 100)
 moments = st.one_of(st.none(), seconds)

@@ -20,7 +20,7 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerReport,
 )
-from tandem.telemetry.request_log import STAGES
+from tandem.telemetry.stages import STAGES
 
 NUM_SAMPLES = 6
 USUAL = WorkerLoad(

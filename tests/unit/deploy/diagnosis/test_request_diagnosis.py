@@ -12,7 +12,8 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.control import serving_figures
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.request_log import AttemptTimes, RequestRecord, SequenceTimer
+from tandem.telemetry.request_log import RequestRecord, SequenceTimer
+from tandem.telemetry.stages import AttemptTimes
 
 
 def attempt(at: float, queue_s: float, transfer_s: float = 0.004, predicted_ttft_s: float = 0.05) -> AttemptTimes:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
 from tandem.kv_transfer.tiers.tier_thread import TierThread
@@ -32,13 +31,13 @@ class Rank:
 
     clear = refresh
 
-    def order(self, name: str, *args: Any, on_done: Callable[[Any], None]) -> None:
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None] = lambda result: None) -> None:
         self.done = on_done
 
 
 def tiers_of(num_ranks: int) -> tuple[WorkerTiers, list[Rank]]:
     ranks = [Rank() for _ in range(num_ranks)]
-    return WorkerTiers({"disk": cast(TierThread, ranks[0])}, cast(list[RemoteRank], ranks[1:])), ranks
+    return WorkerTiers({"disk": cast(TierThread, ranks[0])}, ranks[1:]), ranks
 
 
 @given(st.data())
@@ -72,7 +71,7 @@ def test_answers_come_in_the_order_of_the_questions(data: st.DataObject) -> None
     """Each answer has what has changed since the last one, so a later one that comes first would be undone."""
     num_ranks = data.draw(st.integers(1, 3))
     ranks = [RankOfManyJobs() for _ in range(num_ranks)]
-    tiers = WorkerTiers({"disk": cast(TierThread, ranks[0])}, cast(list[RemoteRank], ranks[1:]))
+    tiers = WorkerTiers({"disk": cast(TierThread, ranks[0])}, ranks[1:])
     answered: list[int] = []
     questions = data.draw(st.lists(st.sampled_from(["store", "load", "find", "refresh", "clear"]), max_size=6))
     for number, job in enumerate(questions):
@@ -94,7 +93,7 @@ class RankOfManyJobs:
         self.waiting: list[Callable[[Any], None]] = []
         self.store = self.load = self.find = self.refresh = self.clear = lambda *args: self.waiting.append(args[-1])
 
-    def order(self, name: str, *args: Any, on_done: Callable[[Any], None]) -> None:
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None] = lambda result: None) -> None:
         self.waiting.append(on_done)
 
 

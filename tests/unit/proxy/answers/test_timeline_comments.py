@@ -13,13 +13,8 @@ from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.http_answers import MAX_COMMENT_BYTES, TIMELINE_PREFIX, wants_timeline, with_timeline
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.request_log import (
-    MAX_SHOWN_ATTEMPTS,
-    MAX_SHOWN_SEQUENCES,
-    AttemptTimes,
-    RequestLog,
-    SequenceTimer,
-)
+from tandem.telemetry.request_log import MAX_SHOWN_ATTEMPTS, MAX_SHOWN_SEQUENCES, RequestLog, SequenceTimer
+from tandem.telemetry.stages import AttemptTimes
 
 
 def test_a_comment_precedes_the_events_after_which_something_happened() -> None:
