@@ -14,11 +14,12 @@ import msgspec
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.engine_check.host_facts import device_name, driver_version, host_hash, uses_gpus
+from tandem.deploy.processes.engine_python import find_engine_python
 from tandem.deploy.processes.runtime_dir import cache_dir
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.version import own_version
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import DEFAULT_VERSION
 
 StepName = Literal["start", "parity", "kill decode", "kill prefill", "transfer rate"]
 STEPS: dict[StepName, str] = {
@@ -90,8 +91,14 @@ class CheckReport(msgspec.Struct, frozen=True):
 
 
 def expected_engine(config: ClusterConfig) -> str:
-    """Name and version of the engine that workers with these settings run, as they report it."""
-    return f"vllm {VLLM_VERSION}" if config.engine == "vllm" else f"tandem {own_version()}"
+    """Name and version of the engine that workers with these settings run, as they report it.
+
+    Raises ConfigError if a named interpreter cannot run it.
+    """
+    if config.engine != "vllm":
+        return f"tandem {own_version()}"
+    version = find_engine_python(config.engine_python).version if config.engine_python else DEFAULT_VERSION
+    return f"vllm {version}"
 
 
 def report_file(engine: str, device: str) -> Path:

@@ -55,9 +55,10 @@ def default_folder(version: str = DEFAULT_VERSION) -> Path:
 
 @dataclass(frozen=True)
 class EnginePython:
-    """An interpreter that has a supported version of vLLM."""
+    """An interpreter that has a supported version of vLLM. version: without the suffix of its build."""
 
     path: Path
+    version: str = DEFAULT_VERSION
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment variables with which it imports Tandem's packages.
@@ -114,12 +115,11 @@ def find_engine_python(given: str) -> EnginePython:
             f"the one that `{INSTALL_COMMAND}` makes"
         )
     python = Path(found).absolute()
-    _check_versions(python)
-    return EnginePython(python)
+    return EnginePython(python, _checked_version(python))
 
 
-def _check_versions(python: Path) -> None:
-    """Raises ConfigError."""
+def _checked_version(python: Path) -> str:
+    """Returns the version of its vLLM. Raises ConfigError."""
     environment = {**os.environ, **SAFE_PATH, "PYTHONPATH": ""}
     try:
         answer = subprocess.run(
@@ -148,6 +148,7 @@ def _check_versions(python: Path) -> None:
     if missing:
         packages = " ".join(f"'{REQUIREMENTS[each]}'" for each in missing)
         raise ConfigError(f"engine_python: workers need more in {python}: {python} -m pip install {packages}")
+    return version.partition("+")[0]
 
 
 def vllm_environment(on_gpus: bool, exact: bool = False) -> dict[str, str]:

@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tandem.runtime.errors import ConfigError
 from tandem.vllm_worker.engine_args import split_argument
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import installed_version
 
 _BOOLEANS = {"true": "--", "1": "--", "false": "--no-", "0": "--no-"}
 """Beginnings of the flag by value: vLLM's flags of switches take no value."""
@@ -38,7 +38,7 @@ def parsed_args(given: Sequence[str]) -> dict[str, Any]:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"engine_arg: vLLM {VLLM_VERSION} has no engine argument {name}{hint}")
+            raise ConfigError(f"engine_arg: vLLM {installed_version()} has no engine argument {name}{hint}")
         names.add(name)
         flag = name.replace("_", "-")
         if not key and "bool" in fields[name] and (beginning := _BOOLEANS.get(value.lower())):

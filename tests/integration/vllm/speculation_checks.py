@@ -87,8 +87,9 @@ def moved(driver: EngineDriver, wholes: dict[str, Any]) -> dict[str, list[int]]:
             driver.wait(lambda target=target: target in driver.allocated)
             num_blocks = -(-(len(tokens) + num_generated) // BLOCK_SIZE)
             computed = driver.computed[source]
-            assert len(computed) == len(driver.allocated[target].block_ids) == num_blocks, "no look-ahead is shipped"
-            driver.rows[driver.allocated[target].block_ids] = driver.rows[computed]
+            [(first_block, written)], [shipped] = driver.allocated[target].groups, computed
+            assert not first_block and len(shipped) == len(written) == num_blocks, "no look-ahead is shipped"
+            driver.copy_blocks(source, target)
             driver.engine.on_received(target, first)
             driver.engine.end_shipping(source)
             found[f"{name} after 150, {num_generated}"] = [*generated, first, *driver.result(target)]
@@ -103,7 +104,9 @@ def main() -> None:
     found["all_free"] = driver.all_free()
     found["figures"] = driver.figures._asdict()
     found["speculates"] = driver.engine.facts.speculates
-    found["layout"] = msgspec.to_builtins(kv_layout(driver.config, driver.engine.vllm_config, driver.rank_facts))
+    found["layout"] = msgspec.to_builtins(
+        kv_layout(driver.config, driver.engine.vllm_config, driver.block_size, driver.rank_facts)
+    )
     Path(answer_file).write_text(json.dumps(found))
     os._exit(0)  # vLLM's own end takes seconds
 

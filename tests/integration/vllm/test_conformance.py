@@ -104,7 +104,9 @@ def test_workers_that_arrange_blocks_differently_do_not_pair(found: dict[str, An
     reason = f"prefill has {layout}, decode has {layout.replace('LBNHC', 'LBHNC')}$"
     with pytest.raises(KVLayoutMismatch, match=f"KV layout differs in engine: {reason}"):
         agree(offer, ours, "here", "cpu", connectors)
-    with pytest.raises(KVLayoutMismatch, match=r"in engine: prefill has (vllm LBHNC vec .*) on 2 ranks, decode has \1$"):
+    with pytest.raises(
+        KVLayoutMismatch, match=r"in engine: prefill has (vllm LBHNC vec .*) on 2 ranks, decode has \1$"
+    ):
         agree(msgspec.structs.replace(offer, layout=split), ours, "here", "cpu", connectors)
     assert agree(msgspec.structs.replace(offer, layout=ours), ours, "here", "cpu", connectors) == "ipc"
 

@@ -25,9 +25,9 @@ from tandem.deploy.engine_check.check_report import (
 from tandem.protocol.messages.membership import StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.numerics import Numerics
 from tandem.runtime.version import own_version
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tandem.vllm_worker.versions import DEFAULT_VERSION
 
-ENGINE, DEVICE = f"vllm {VLLM_VERSION}", "1 x NVIDIA H200"
+ENGINE, DEVICE = f"vllm {DEFAULT_VERSION}", "1 x NVIDIA H200"
 PASSED = [StepResult(name, True, "3 GB/s through ipc" if name == "transfer rate" else name, 1.0) for name in STEPS]
 
 
