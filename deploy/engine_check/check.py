@@ -180,8 +180,8 @@ async def expected_answers(cluster: CheckedCluster, worker: WorkerReport, start_
     longest = min(MAX_MOVED_TOKENS, room - LONG_TOKENS, num_pool_tokens // 4)
     if longest < MIN_TOKENS:
         raise CheckFailed(
-            f"a context of {worker.max_model_len} tokens and a KV cache of {num_pool_tokens} are too small to check; give "
-            "a larger --max-model-len or --kv-cache-gib"
+            f"a context of {worker.max_model_len} tokens and a KV cache of {num_pool_tokens} are too small to check; "
+            "give a larger --max-model-len or --kv-cache-gib"
         )
     boundaries = [
         3,

@@ -58,7 +58,7 @@ def schedule_asynchronously() -> None:
     doubles: dict[str, Any] = {"Event": _NoEvent, "Stream": _NoStream, "stream": _nothing}
     for name, double in {**doubles, "current_stream": _NoStream}.items():
         setattr(torch.cuda, name, double)
-    torch.Event = _NoEvent  # type: ignore[assignment, misc]
+    torch.Event = _NoEvent  # type: ignore[assignment]
 
 
 def main() -> None:
