@@ -1,6 +1,6 @@
 """Speculative decoding changes how many tokens a step has, and no token.
 
-`speculation_checks.py` answers the same requests with and without it, in vLLM's interpreter.
+`answer_checks.py` answers the same requests with and without it, in vLLM's interpreter.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, comp
 pytestmark = pytest.mark.timeout(900)
 
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
-PROGRAM = Path(__file__).with_name("speculation_checks.py")
+PROGRAM = Path(__file__).with_name("answer_checks.py")
 
 
 @pytest.fixture(scope="module")
 def plain(noise_model: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), "")
+    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), "{}")
     return answer
 
 
@@ -64,7 +64,7 @@ def drafted(method: str, noise_model: Path, tmp_path_factory: pytest.TempPathFac
     elif method == "EAGLE":
         head = write_eagle_head(noise_model, tmp_path_factory.mktemp("head"))
         config = json.dumps({"method": "eagle", "model": str(head), "num_speculative_tokens": 2})
-    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), config)
+    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), json.dumps({"speculative_config": config}))
     return answer
 
 
@@ -99,6 +99,16 @@ def test_workers_pair_with_others_unless_drafts_have_kv(
     assert ours.first_difference(theirs) == differences[method]
 
 
+def test_a_worker_that_caches_no_prefixes_gives_the_same_tokens(noise_model: Path, plain: dict[str, Any]) -> None:
+    """vLLM decides whether it does; models with states may have no prefix cache."""
+    settings = json.dumps({"engine_args": ["enable_prefix_caching=false"]})
+    found = run_with_vllm(PROGRAM, str(noise_model), settings)
+    for kind in ("answers", "moved"):
+        for name, answer in plain[kind].items():
+            assert found[kind][name] == answer, name
+    assert found["all_free"] and found["figures"]["num_cached_blocks"] == 0
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One worker of each role, which hands each prompt over."""
@@ -107,7 +117,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def body(name: str, **fields: Any) -> dict[str, Any]:
-    """Returns the request of a case of `speculation_checks.py`, with the longest prompt."""
+    """Returns the request of a case of `answer_checks.py`, with the longest prompt."""
     draw = random.Random(150)
     prompt = [draw.randrange(4, 2000) for _ in range(150)]
     few = {} if name == "free" else {"allowed_token_ids": [40, 41, 42, 43]}
