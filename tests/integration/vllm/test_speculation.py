@@ -1,6 +1,6 @@
 """Speculative decoding changes how many tokens a step has, and no token.
 
-`speculation_checks.py` answers the same requests with and without it, in vLLM's interpreter.
+`answer_checks.py` answers the same requests with and without it, in vLLM's interpreter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.protocol.messages.transfer import KVLayout
 from tests.support.cluster import Cluster, run_tandem
@@ -25,26 +27,48 @@ from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, comp
 pytestmark = pytest.mark.timeout(900)
 
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
-PROGRAM = Path(__file__).with_name("speculation_checks.py")
+PROGRAM = Path(__file__).with_name("answer_checks.py")
 
 
 @pytest.fixture(scope="module")
 def plain(noise_model: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), "")
+    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), "{}")
     return answer
 
 
-@pytest.fixture(scope="module", params=["n-grams", "draft model"])
-def drafted(request: pytest.FixtureRequest, noise_model: Path) -> dict[str, Any]:
+def write_eagle_head(model: Path, folder: Path) -> Path:
+    """Writes an EAGLE head that was not trained: the model's last layer, after the mean of what the head is given."""
+    config = json.loads((model / "config.json").read_text())
+    last, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    weights = load_file(model / "model.safetensors")
+    head = {name.replace(last, "layers.0."): each for name, each in weights.items() if name.startswith(last)}
+    del head["layers.0.input_layernorm.weight"]  # EAGLE has none
+    head["fc.weight"] = torch.cat([torch.eye(size)] * 2, 1).to(head["layers.0.self_attn.q_proj.weight"].dtype) / 2
+    save_file(head, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["n-grams", "draft model", "EAGLE"])
+def method(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def drafted(method: str, noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The draft model is the model itself, whose drafts are right where the request has no limits on tokens."""
     config = NGRAM
-    if request.param == "draft model":
+    if method == "draft model":
         config = json.dumps({"method": "draft_model", "model": str(noise_model), "num_speculative_tokens": 3})
-    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), config)
+    elif method == "EAGLE":
+        head = write_eagle_head(noise_model, tmp_path_factory.mktemp("head"))
+        config = json.dumps({"method": "eagle", "model": str(head), "num_speculative_tokens": 2})
+    answer: dict[str, Any] = run_with_vllm(PROGRAM, str(noise_model), json.dumps({"speculative_config": config}))
     return answer
 
 
-def test_drafts_change_no_token_and_no_logprob(plain: dict[str, Any], drafted: dict[str, Any]) -> None:
+def test_drafts_change_no_token_and_no_logprob(method: str, plain: dict[str, Any], drafted: dict[str, Any]) -> None:
     assert drafted["answers"].keys() == plain["answers"].keys()
     for name, answer in plain["answers"].items():
         found = drafted["answers"][name]
@@ -53,7 +77,8 @@ def test_drafts_change_no_token_and_no_logprob(plain: dict[str, Any], drafted: d
         assert [logprob for logprob, *_ in found["logprobs"]] == pytest.approx(logprobs, abs=1e-4), name
     assert {answer["ending"] for answer in drafted["answers"].values()} == {"stop", "length"}
     figures = drafted["figures"]
-    assert 100 < figures["num_accepted"] < figures["num_drafted"], "drafts were right, and were wrong"
+    least = 0 if method == "EAGLE" else 100  # the head was not trained
+    assert least <= figures["num_accepted"] < figures["num_drafted"], "drafts were right, and were wrong"
     assert drafted["speculates"] and not plain["speculates"] and plain["figures"]["num_drafted"] == 0
 
 
@@ -66,10 +91,22 @@ def test_requests_go_on_with_kv_of_others_and_no_draft_is_shipped(
             assert tokens == plain["answers"][name.partition(",")[0]]["tokens"], name
 
 
-def test_workers_pair_with_others_unless_a_draft_model_has_kv(plain: dict[str, Any], drafted: dict[str, Any]) -> None:
+def test_workers_pair_with_others_unless_drafts_have_kv(
+    method: str, plain: dict[str, Any], drafted: dict[str, Any]
+) -> None:
     ours, theirs = (msgspec.convert(each["layout"], KVLayout) for each in (drafted, plain))
-    has_kv = ours.num_layers > theirs.num_layers
-    assert ours.first_difference(theirs) == (("num_layers", "8", "4") if has_kv else None)
+    differences = {"n-grams": None, "draft model": ("num_layers", "8", "4"), "EAGLE": ("num_layers", "5", "4")}
+    assert ours.first_difference(theirs) == differences[method]
+
+
+def test_a_worker_that_caches_no_prefixes_gives_the_same_tokens(noise_model: Path, plain: dict[str, Any]) -> None:
+    """vLLM decides whether it does; models with states may have no prefix cache."""
+    settings = json.dumps({"engine_args": ["enable_prefix_caching=false"]})
+    found = run_with_vllm(PROGRAM, str(noise_model), settings)
+    for kind in ("answers", "moved"):
+        for name, answer in plain[kind].items():
+            assert found[kind][name] == answer, name
+    assert found["all_free"] and found["figures"]["num_cached_blocks"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +117,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def body(name: str, **fields: Any) -> dict[str, Any]:
-    """Returns the request of a case of `speculation_checks.py`, with the longest prompt."""
+    """Returns the request of a case of `answer_checks.py`, with the longest prompt."""
     draw = random.Random(150)
     prompt = [draw.randrange(4, 2000) for _ in range(150)]
     few = {} if name == "free" else {"allowed_token_ids": [40, 41, 42, 43]}

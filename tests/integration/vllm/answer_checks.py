@@ -1,6 +1,6 @@
-"""Answers the same requests with and without speculative decoding: `speculation_checks.py MODEL CONFIG FILE`.
+"""Answers the same requests with other settings of the engine: `answer_checks.py MODEL SETTINGS FILE`.
 
-CONFIG: JSON of vLLM's speculative decoding, or empty. Runs in vLLM's interpreter; `test_speculation.py` compares.
+SETTINGS: fields of `VllmEngineConfig` in JSON. Runs in vLLM's interpreter; `test_speculation.py` compares.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def moved(driver: EngineDriver, wholes: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    model, config, answer_file = sys.argv[1:]
-    driver = EngineDriver(model, speculative_config=config)
+    model, settings, answer_file = sys.argv[1:]
+    driver = EngineDriver(model, **json.loads(settings))
     found: dict[str, Any] = {"answers": answers(driver)}
     found["moved"] = moved(driver, found["answers"])
     found["all_free"] = driver.all_free()
