@@ -26,6 +26,13 @@ def test_wrong_model_path(tmp_path: Path) -> None:
     assert "no model folder" in refused("--model", str(tmp_path / "nowhere"))
 
 
+def test_wrong_chat_template(tmp_path: Path, noise_model: Path) -> None:
+    assert "--chat-template: there is no file" in refused("--chat-template", str(tmp_path / "nowhere.jinja"))
+    (tmp_path / "chat.jinja").write_text("{{ messages")
+    error = refused("--model", str(noise_model), "--chat-template", str(tmp_path / "chat.jinja"))
+    assert "chat.jinja is not valid Jinja, at line 1" in error
+
+
 def test_unsupported_architecture(tmp_path: Path, noise_model: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     shutil.copy(noise_model / "tokenizer.json", tmp_path)
