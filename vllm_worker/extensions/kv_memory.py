@@ -31,13 +31,6 @@ class _Mapped(TorchFunctionMode):
         return torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.int8)
 
 
-@contextmanager
-def mapped_allocation() -> Iterator[None]:
-    """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
-    with _Mapped():
-        yield
-
-
 def block_order(config: VllmConfig) -> str:
     """Returns how vLLM orders layers, blocks, heads and tokens in memory, and on CPUs the instructions for which its
     attention packs the numbers of a block: those of a CPU with AMX are packed otherwise."""
@@ -49,6 +42,13 @@ def block_order(config: VllmConfig) -> str:
 
     packing = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     return f"{order} {packing}"
+
+
+@contextmanager
+def mapped_allocation() -> Iterator[None]:
+    """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
+    with _Mapped():
+        yield
 
 
 def block_rows(kv_caches: Iterable[torch.Tensor]) -> torch.Tensor:
