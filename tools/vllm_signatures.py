@@ -27,8 +27,6 @@ WORKER = Path(__file__).parents[1] / "vllm_worker"
 REACHED = (
     "vllm.config.CacheConfig", "vllm.config.DeviceConfig", "vllm.config.LoRAConfig", "vllm.config.ModelConfig",
     "vllm.config.ParallelConfig", "vllm.config.SchedulerConfig",
-    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory",
-    "vllm.v1.attention.backends.cpu_attn._get_attn_isa",
     "vllm.v1.core.block_pool.BlockPool",
     "vllm.v1.core.encoder_cache_manager.EncoderCacheManager",
     "vllm.v1.core.kv_cache_manager.KVCacheManager",
@@ -92,8 +90,9 @@ class Sources:
     def _imported_module(self, module: str, statement: ast.ImportFrom) -> str:
         if not statement.level:
             return statement.module or ""
+        parents = module.split(".")
         is_package = (self._root / module.replace(".", "/")).is_dir()
-        parents = module.split(".")[: None if is_package and statement.level == 1 else is_package - statement.level]
+        del parents[len(parents) + is_package - statement.level :]
         return ".".join([*parents, *([statement.module] if statement.module else [])])
 
     def declared(self, path: str) -> Declared | None:

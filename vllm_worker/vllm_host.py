@@ -175,6 +175,8 @@ async def load_vllm(
     max_rank = max_lora_rank(config.adapters, modules)
 
     def open_kv(vllm_config: VllmConfig, prefix_block_size: int, ask: AskRanks) -> RankKV:
+        if (device := vllm_config.device_config.device_type) != config.engine.device:
+            raise ConfigError(f"this vLLM computes on {device}, and the workers' device is {config.engine.device}")
         return open_ranks(ask, partial(kv_layout, config.engine, vllm_config, prefix_block_size), config.host, keys)
 
     engine = VllmEngine(engine_arguments(config.engine, max_rank), open_kv, on_report, on_failed)

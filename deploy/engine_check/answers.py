@@ -11,7 +11,7 @@ logits of 16 to 32 have steps of 0.125."""
 
 
 @dataclass
-class Answer:
+class CheckedAnswer:
     """Tokens of a greedy answer, and the log-probabilities of the likeliest tokens at the place of each."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -19,14 +19,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """The first token that differs."""
 
     position: int
     expected: int
     found: int
     gap: float
-    """Difference of the two tokens' log-probabilities, the larger one of both answers; infinite if an answer does not
+    """AnswerDifference of the two tokens' log-probabilities, the larger one of both answers; infinite if an answer does not
     have both among its likeliest tokens."""
 
     @property
@@ -38,7 +38,7 @@ class Difference:
         return f"token {self.position} is {self.found} in place of {self.expected} ({what})"
 
 
-def first_difference(expected: Answer, found: Answer) -> Difference | None:
+def first_difference(expected: CheckedAnswer, found: CheckedAnswer) -> AnswerDifference | None:
     """Returns None for equal answers. An answer that is too short differs by a token -1."""
     length = max(len(expected.token_ids), len(found.token_ids))
     for position in range(length):
@@ -46,11 +46,11 @@ def first_difference(expected: Answer, found: Answer) -> Difference | None:
         if one != other:
             tops = [each.top[position] if position < len(each.top) else {} for each in (expected, found)]
             gaps = [abs(top[one] - top[other]) if one in top and other in top else float("inf") for top in tops]
-            return Difference(position, one, other, max(gaps))
+            return AnswerDifference(position, one, other, max(gaps))
     return None
 
 
-def largest_error(expected: Answer, found: Answer) -> float:
+def largest_error(expected: CheckedAnswer, found: CheckedAnswer) -> float:
     """Returns the largest difference of a token's log-probability, up to the first token that differs."""
     errors = [0.0]
     for one, other, ours, theirs in zip(expected.token_ids, found.token_ids, expected.top, found.top, strict=False):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.deploy.cluster_config import ClusterConfig, load_config
-from tandem.deploy.engine_check.answers import Answer, first_difference, largest_error
+from tandem.deploy.engine_check.answers import CheckedAnswer, first_difference, largest_error
 from tandem.deploy.engine_check.check_report import CheckReport, StepName, StepResult, expected_engine
 from tandem.deploy.engine_check.check_settings import SETTLED
 from tandem.deploy.engine_check.checked_cluster import CHECKSUMS, CheckedCluster, CheckFailed, role_of, running
@@ -106,11 +106,11 @@ class CheckResults:
 class Expected:
     """Prompts and the answers of one worker to them."""
 
-    short: list[tuple[list[int], Answer]]
+    short: list[tuple[list[int], CheckedAnswer]]
     """With lengths around the first boundaries of blocks."""
-    long: tuple[list[int], Answer]
+    long: tuple[list[int], CheckedAnswer]
     """A short prompt with a long answer."""
-    waiting: tuple[list[int], Answer]
+    waiting: tuple[list[int], CheckedAnswer]
     """A long prompt, which takes a while to compute."""
     text: list[int]
     start_s: float
@@ -189,7 +189,7 @@ async def expected_answers(cluster: CheckedCluster, worker: WorkerReport, start_
     ]
     lengths = [min(each, longest) for each in boundaries]
 
-    async def answer(prompt: list[int], num_tokens: int) -> tuple[list[int], Answer]:
+    async def answer(prompt: list[int], num_tokens: int) -> tuple[list[int], CheckedAnswer]:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return prompt, await cluster.complete(prompt, min(num_tokens, room - len(prompt)))
 
@@ -267,7 +267,7 @@ class Kill(NamedTuple):
 
 async def _answers_with_kill(
     cluster: CheckedCluster, victim: WorkerReport, expected: Expected
-) -> tuple[Kill, list[Answer]]:
+) -> tuple[Kill, list[CheckedAnswer]]:
     num_arrived, has_begun = 0, asyncio.Event()
 
     def on_token(number: int) -> None:

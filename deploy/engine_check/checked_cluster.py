@@ -17,7 +17,7 @@ import httpcore
 import msgspec
 
 from tandem.deploy.cluster_config import load_config
-from tandem.deploy.engine_check.answers import Answer
+from tandem.deploy.engine_check.answers import CheckedAnswer
 from tandem.deploy.engine_check.check_settings import SETTLED
 from tandem.deploy.engine_check.host_facts import without_names
 from tandem.deploy.launch.launcher import OnProgress
@@ -54,9 +54,9 @@ class CheckedCluster:
 
     async def complete(
         self, prompt: list[int], max_tokens: int, on_token: Callable[[int], None] = lambda number: None
-    ) -> Answer:
+    ) -> CheckedAnswer:
         """Streams a greedy completion. on_token: called with the number of tokens so far. Raises CheckFailed."""
-        found = Answer()
+        found = CheckedAnswer()
         body: dict[str, Any] = {
             "model": "checked", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True,

@@ -32,13 +32,6 @@ class _Mapped(TorchFunctionMode):
         return torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.int8)
 
 
-@contextmanager
-def mapped_allocation() -> Iterator[None]:
-    """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
-    with _Mapped():
-        yield
-
-
 def block_order(config: VllmConfig) -> str:
     """Returns how vLLM orders layers, blocks, heads and tokens in memory, and on CPUs the instructions for which its
     attention packs the numbers of a block: those of a CPU with AMX are packed otherwise."""
@@ -50,6 +43,13 @@ def block_order(config: VllmConfig) -> str:
 
     packing = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     return f"{order} {packing}"
+
+
+@contextmanager
+def mapped_allocation() -> Iterator[None]:
+    """vLLM's KV cache on the CPU is mapped memory if it is allocated in this context."""
+    with _Mapped():
+        yield
 
 
 class Immovable(Exception):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tandem.deploy.cluster_config import load_config
-from tandem.deploy.engine_check.answers import Answer
+from tandem.deploy.engine_check.answers import CheckedAnswer
 from tandem.deploy.engine_check.check import (
     LONG_TOKENS,
     NUM_PROMPTS,
@@ -57,9 +57,9 @@ class DoubleOfCluster:
 
     async def complete(
         self, prompt: list[int], max_tokens: int, on_token: Callable[[int], None] = lambda number: None
-    ) -> Answer:
+    ) -> CheckedAnswer:
         self.prompts.append(prompt)
-        epoch, answer = self.epoch, Answer()
+        epoch, answer = self.epoch, CheckedAnswer()
         for number in range(max_tokens):
             token = (sum(prompt) + number) % 50
             if self.wrong_after is not None and number >= self.wrong_after and self.epoch > 1:

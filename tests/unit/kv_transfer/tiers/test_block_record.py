@@ -92,7 +92,7 @@ def test_identities_differ_in_each_field_of_the_layout_and_in_the_rank() -> None
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
     changes: list[dict[str, object]] = [
         {"model_id": "model2"}, {"dtype": "float16"}, {"num_layers": 3}, {"num_kv_heads": 3}, {"head_dim": 17},
-        {"block_size": 17}, {"tensor_parallel_size": 2}, {"engine": "tandem"},
+        {"block_size": 17}, {"tensor_parallel_size": 2}, {"engine": "tandem"}, {"immovable": "why"},
         {"numerics": Numerics(instruction_set="avx2")},
     ]  # fmt: skip
     assert {name for change in changes for name in change} == set(KVLayout.__struct_fields__)
