@@ -26,8 +26,8 @@ class AnswerDifference:
     expected: int
     found: int
     gap: float
-    """AnswerDifference of the two tokens' log-probabilities, the larger one of both answers; infinite if an answer does not
-    have both among its likeliest tokens."""
+    """Between the two tokens' log-probabilities, the larger one of both answers; infinite if an answer does not have
+    both among its likeliest tokens."""
 
     @property
     def is_tie(self) -> bool:
