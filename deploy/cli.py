@@ -321,6 +321,8 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
         engine = f" --engine {config.engine}" if config.engine != "tandem" else ""
         engine += "".join(f" --engine-arg {shlex.quote(each)}" for each in config.engine_arg)
+        if config.speculative_config:
+            engine += f" --speculative-config {shlex.quote(config.speculative_config)}"
         command = f"tandem worker ROLE{model}{engine} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
     is_demo, is_split = config.engine_settings.model == str(DEMO_MODEL), config.prefill and not config.workers

@@ -26,8 +26,8 @@ def test_a_batch_that_was_scheduled_early_computes_from_the_end_of_the_one_befor
     timer.on_scheduled(0.1)  # a token of each sequence
     assert timer.on_finished(5.0, has_computed=True) == StepTime(5.0, None)
     timer.on_scheduled(5.0)
-    assert timer.on_finished(5.2, has_computed=True) == pytest.approx(StepTime(0.2, 0.0))
-    assert timer.on_finished(5.5, has_computed=True) == pytest.approx(StepTime(0.3, 0.0))
+    assert timer.on_finished(5.25, has_computed=True) == StepTime(0.25, 0.0)
+    assert timer.on_finished(5.75, has_computed=True) == StepTime(0.5, 0.0)
 
 
 def test_an_empty_batch_between_others_takes_no_time() -> None:
