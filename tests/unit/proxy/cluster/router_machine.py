@@ -34,9 +34,7 @@ def worker(worker_id: str) -> WorkerInfo:
 class RouterMachine:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
-    def __init__(
-        self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1, num_any: int = 0
-    ) -> None:
+    def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_any: int = 0) -> None:
         self.table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
@@ -48,7 +46,7 @@ class RouterMachine:
             self.join(info)
         for info in self.workers:
             self.report(info)
-        self.router = Router(self.table, threshold, num_proxies, random.Random(0))
+        self.router = Router(self.table, threshold, 1, random.Random(0))
 
     def join(self, info: WorkerInfo) -> None:
         self.table.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
