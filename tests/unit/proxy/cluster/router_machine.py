@@ -18,7 +18,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.packed import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
-from tandem.proxy.cluster.router import PromptShape, Route, Router
+from tandem.proxy.cluster.router import PromptShape, Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 
 BLOCK_SIZE = 4
@@ -34,9 +34,7 @@ def worker(worker_id: str) -> WorkerInfo:
 class RouterMachine:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
-    def __init__(
-        self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1, num_any: int = 0
-    ) -> None:
+    def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_any: int = 0) -> None:
         self.table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
@@ -48,7 +46,7 @@ class RouterMachine:
             self.join(info)
         for info in self.workers:
             self.report(info)
-        self.router = Router(self.table, threshold, num_proxies, random.Random(0))
+        self.router = Router(self.table, threshold, 1, random.Random(0))
 
     def join(self, info: WorkerInfo) -> None:
         self.table.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
@@ -84,11 +82,6 @@ class RouterMachine:
         add_blocks(self.logs[info.epoch], token_ids)
         self.report(info)
 
-    def keep_in_tier(self, info: WorkerInfo, token_ids: list[int], loaded_tokens_per_s: float = 0.0) -> None:
-        """Adds the prompt's blocks to a tier below the worker's pool."""
-        add_blocks(self.tier_logs[info.epoch], token_ids)
-        self.report(info, loaded_tokens_per_s=loaded_tokens_per_s)
-
 
 def add_blocks(log: PrefixLog, token_ids: list[int]) -> None:
     for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
@@ -99,19 +92,6 @@ def add_blocks(log: PrefixLog, token_ids: list[int]) -> None:
 def shape(token_ids: list[int], **fields: object) -> PromptShape:
     hashes = unpack_short_hashes(pack_short_hashes(HASHER.prompt_hashes(pack_token_ids(token_ids))))
     return PromptShape(len(token_ids), hashes=hashes, **fields)  # type: ignore[arg-type]
-
-
-def prefill_of(route: Route) -> str:
-    return route.prefill.worker_id
-
-
-def decode_of(route: Route) -> str:
-    assert route.decode is not None
-    return route.decode.worker_id
-
-
-def where(route: Route) -> tuple[str, str]:
-    return prefill_of(route), decode_of(route)
 
 
 STEPS: dict[str, Any] = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}

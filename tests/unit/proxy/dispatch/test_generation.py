@@ -17,7 +17,7 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
 )
 from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerInfo, WorkerLoad, WorkerStatus
-from tandem.protocol.messages.packed import pack_logprobs, unpack_token_ids
+from tandem.protocol.messages.packed import pack_logprobs
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.http_answers import ClientDisconnected, unless_disconnected
@@ -319,33 +319,3 @@ async def test_a_first_token_predicted_after_the_deadline_is_refused(cluster: Cl
     [attempt_id] = await prefills(cluster, 1)
     feed(cluster, attempt_id, "ab", "length")
     await task
-
-
-@pytest.mark.parametrize(
-    ("generated", "num_before", "fields", "shown", "num_tokens"),
-    [
-        ("né ENDx", 5, {}, "né ", 7),  # in the middle of the stop string
-        ("END END END", 4, {"min_tokens": 5}, "END ", 7),  # tokens from before the migration count
-    ],
-)
-@played()
-async def test_text_and_stop_strings_continue_across_workers(
-    cluster: Cluster, generated: str, num_before: int, fields: dict[str, Any], shown: str, num_tokens: int
-) -> None:
-    _, answers = generation(cluster, stop=["END"], **fields)
-    task = asyncio.create_task(whole(answers))
-    [old] = await prefills(cluster, 1)
-    ids = cluster.text.ids(generated)
-    cluster.first(old, ids[0])
-    for token_id in ids[1:num_before]:
-        cluster.token(old, token_id)
-    cluster.lose(DECODE)
-    cluster.join(OTHER_DECODE)
-    new = (await prefills(cluster, 2))[1]
-    assert unpack_token_ids(cluster.pool.of(StartPrefill)[1][1].token_ids)[3:] == ids[:num_before]
-    cluster.first(new, ids[num_before])
-    for token_id in ids[num_before + 1 :]:
-        cluster.token(new, token_id, worker=OTHER_DECODE)
-    body = json.loads(await task)
-    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (shown, "stop")
-    assert body["usage"]["completion_tokens"] == num_tokens
