@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from tandem.protocol.messages.dispatch import AdapterRef, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AdapterRef, FirstToken, StartPrefill
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelFormats, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence import PromptTask
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.model_text import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, played, turn, whole
+from tests.support.proxy_cluster import PREFILL, Cluster, played, turn, whole
 
 REF = AdapterRef("a" * 64, "/adapters/a")
 OTHER_PREFILL = WorkerInfo("prefill-1", "p2", "prefill", "ipc://p2", 3)
@@ -76,21 +73,6 @@ async def test_an_embedding_is_computed_again_when_its_worker_is_lost(cluster: C
     [found] = json.loads(await answering)["data"]
     assert np.frombuffer(base64.b64decode(found["embedding"]), "<f4").tolist() == [3.0, 4.0]
     cluster.check_nothing_is_left()
-
-
-@played(worker_wait_s=5.0)
-async def test_both_workers_and_the_next_attempt_get_the_adapter(cluster: Cluster) -> None:
-    task = PromptTask(replace(PROMPT, adapter=REF), StopConditions(5), 60)
-    [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda _: None)
-    [(_, prepare)] = cluster.pool.of(PrepareDecode)
-    [(_, start)] = cluster.pool.of(StartPrefill)
-    assert prepare.adapter == start.adapter == REF
-    cluster.lose(DECODE)
-    cluster.join(msgspec.structs.replace(DECODE, epoch="d2"))
-    cluster.dispatcher.take(sequence)
-    await turn()
-    assert [message.adapter for _, message in cluster.pool.of(StartPrefill)] == [REF, REF]
-    cluster.dispatcher.drop(sequence)
 
 
 def decoder(defaults: EmbeddingDefaults = EmbeddingDefaults()) -> BodyDecoder:  # noqa: B008  # frozen
