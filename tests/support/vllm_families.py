@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048, "sliding_window": WINDOW, "attention_chunk_size": WINDOW,
     "initializer_range": 0.15,
 }  # fmt: skip
-NO_CACHING = {"enable_prefix_caching": False}
+NO_CACHING = {"engine_args": ["enable_prefix_caching=false"]}
 """vLLM 0.32 cannot keep states of Mamba 2 for prefixes on CPUs: its kernel returns the last one only."""
 _MAMBA_HEADS = {"mamba_n_heads": 16, "mamba_d_head": 16}
 

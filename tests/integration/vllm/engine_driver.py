@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from vllm.config import VllmConfig
 
@@ -50,16 +49,11 @@ class EngineDriver:
         self.num_reports = 0
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self.config = VllmEngineConfig(
-            model=model,
-            dtype="float32",
-            kv_cache_bytes=8 << 20,
-            max_model_len=512,
-            max_num_batched_tokens=64,
-            max_num_seqs=4,
-            **settings,
-        )
-        self.config = msgspec.structs.replace(self.config, **settings)
+        small: dict[str, Any] = {
+            "dtype": "float32", "kv_cache_bytes": 8 << 20, "max_model_len": 512, "max_num_batched_tokens": 64,
+            "max_num_seqs": 4,
+        }  # fmt: skip
+        self.config = VllmEngineConfig(model=model, **small | settings)
         self.engine = VllmEngine(engine_arguments(self.config, 0), self._open_kv, self._on_report, self._on_failed)
         self.engine.start().result()
 
