@@ -175,8 +175,8 @@ class SimulatedCluster(Machine):
         self._files = new_folder() if shape.has_role_files else None
         self.folder = self._files.name if self._files is not None else ""
         self._registered: set[str] = set()  # epochs
-        self._drained: dict[str, SimulatedProcess] = {}
-        """By name, the processes whose drain an operator's command has told of last."""
+        self._drained: dict[str, list[SimulatedProcess]] = {}
+        """By name, the processes of whose drain, but not of whose end, operators' commands have told."""
         self.operator = Operator(
             switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly, self._on_shown
         )
@@ -220,11 +220,14 @@ class SimulatedCluster(Machine):
             if number := re.search(r"process (\d+)", what):
                 process = self.processes[int(number[1])]
             if process is not None:
-                self._drained[name] = process
+                self._drained.setdefault(name, []).append(process)
         elif what in ("has left", "is back"):
-            drained = self._drained.pop(name, None)
-            if drained is not None and not drained.loop.is_dead and self._knows(name):
+            drained = self._drained.get(name, [])  # two commands may restart it, one after the other
+            ended = next((each for each in drained if each.loop.is_dead), None)
+            if drained and ended is None and self._knows(name):
                 self.report("a command says that a process has ended that still runs", line)
+            if drained:
+                drained.remove(ended or drained[0])
             if what == "is back" and isinstance(process, SimulatedWorker):
                 self._check_back(process)
 

@@ -50,7 +50,7 @@ from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_rules import StepRules
 from tandem.simulator.tiers import RankTiers, SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
-from tandem.simulator.vllm_engine import SimulatedVllm
+from tandem.simulator.vllm_engine import SimulatedVllm, SimulatedWindow
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, EngineFacts, StepReport
@@ -449,13 +449,15 @@ class SimulatedVllmWorker(SimulatedWorker):
         self.vllm = SimulatedVllm(
             self._config.engine, blocks, self.engine, on_report, on_failed, grammars, adapters,
             machine.num_cached_tokens.setdefault,
+            SimulatedWindow(shape.window, own, self._on_corrupt) if shape.window else None,
         )  # fmt: skip
         self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
         host: Any = SimpleNamespace(
             pools=self.pools, pids=self.pids, block_bytes=1024, connectors=connectors, device="cpu",
             host_id=f"host {self.host}", watch_exit=lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
         )  # fmt: skip
-        facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0, [shape.block_size])
+        sizes = [shape.block_size] * (2 if shape.window else 1)
+        facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0, sizes)
         media = SimulatedMediaOrders
         return LoadedVllm("simulated vllm", self.pids[0], self.vllm, host, facts, media, {})
 
@@ -491,7 +493,7 @@ class SimulatedVllmWorker(SimulatedWorker):
 
     def _holders(self, block_id: int) -> list[str]:
         requests = self.vllm.requests.values()
-        holders = [each.engine_id for each in requests if block_id in each.block_table]
+        holders = [each.engine_id for each in requests if block_id in each.block_table + each.window_table]
         return holders + [each.transfer_id for each in self.incoming if block_id in each.open_block_ids]
 
 

@@ -156,6 +156,8 @@ class ClusterShape:
     """Share of the larger steps that do not fit into the device's memory."""
     runs_vllm: bool = False
     """Whether workers have vLLM's policy and a simulated core of it instead of Tandem's schedulers."""
+    window: int = 0
+    """Tokens to which some layers of vLLM's model attend, the next one included; 0 for a model without such layers."""
     hang_share: float = 0.0
     """Share of the workers told to leave that hang for good instead."""
 
@@ -283,6 +285,10 @@ def draw(seed: int) -> Scenario:
     if rng.random() < VLLM_SHARE:
         is_in_order = all(fault.kind in COMMANDS for fault in faults)
         cluster = _with_vllm(cluster, 0.0 if is_in_order else rng.choice([0.0, 0.0, VLLM_FAILURE_SHARE]))
+        if (window := rng.choice([0, 0, 2, 12, 30])) and cluster.keeps_kv:
+            # Besides those of full attention, a prompt has blocks of its window and of the chunk that is computed.
+            num_more = (window + cluster.config.engine_settings.max_num_batched_tokens) // cluster.block_size + 2
+            cluster = replace(cluster, window=window, num_blocks=cluster.num_blocks + num_more)
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
 
 

@@ -24,12 +24,13 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import GrammarState
+from tandem.handover.outgoing import NO_BLOCK
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.packed import BYTES_PER_TOKEN, pack_logprobs
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.prefix_hash import client_of
 from tandem.simulator.attachments import SimulatedAdapters, SimulatedGrammars
-from tandem.simulator.engine import SimulatedEngine
+from tandem.simulator.engine import Pool, SimulatedEngine
 from tandem.vllm_worker.scheduler.engine_orders import (
     AddRequest,
     AllocatedBlocks,
@@ -57,6 +58,8 @@ class VllmRequest:
     adapter: Adapter | None = None
     status: Status = "waiting"
     block_table: list[int] = field(default_factory=list)
+    window_table: list[int] = field(default_factory=list)
+    """Blocks of the layers with a window, if the model has such; NO_BLOCK for those that have left it."""
     num_cached: int | None = None
     """Tokens that the prefix cache had when it was scheduled first."""
     num_computed: int = 0
@@ -107,12 +110,45 @@ class VllmRequest:
         )
 
 
+@dataclass(frozen=True)
+class SimulatedWindow:
+    """Layers that attend to the last tokens only: a second group, whose blocks hold what those of full attention hold.
+
+    reach: how many tokens, with the next one. pools: of all heads. on_corrupt: called with what is wrong, and a block.
+    """
+
+    reach: int
+    pools: list[Pool]
+    on_corrupt: Callable[[str, int], None]
+
+    def first_block(self, num_computed: int) -> int:
+        """Returns the number of the first block that a later token needs."""
+        return max(0, num_computed - self.reach + 1) // self.pools[0].block_size
+
+    def write(self, request: VllmRequest, start: int, end: int) -> None:
+        """Gives the window the tokens from `start` to `end`, which full attention has."""
+        for position in range(start, end):
+            block, slot = divmod(position, self.pools[0].block_size)
+            for pool in self.pools:
+                pool.blocks[request.window_table[block]][slot] = pool.blocks[request.block_table[block]][slot]
+
+    def check(self, request: VllmRequest) -> None:
+        """Compares what the next token needs with what full attention has."""
+        size = self.pools[0].block_size
+        for number in range(self.first_block(request.num_computed), -(-request.num_computed // size)):
+            block, num_slots = request.window_table[number], min(size, request.num_computed - number * size)
+            for pool in self.pools:
+                full = pool.blocks[request.block_table[number]][:num_slots]
+                if block == NO_BLOCK or pool.blocks[block][:num_slots] != full:
+                    self.on_corrupt(f"block {block} of a window in {request.window_table}", block)
+
+
 class SimulatedVllm:
     """Implements `vllm_worker.vllm_worker.EngineHandle`. Orders are carried out between steps, in order.
 
     config: limits of a step. compute: runs steps. post: called with each report. on_failed: called with the error of a
     step and the requests in it. on_cached: called with an attempt and how many tokens of its prompt were cached when it
-    began.
+    began. window: of some layers, whose blocks are not cached, so that no prefix is.
     """
 
     def __init__(
@@ -125,8 +161,10 @@ class SimulatedVllm:
         grammars: SimulatedGrammars,
         adapters: SimulatedAdapters,
         on_cached: Callable[[str, int], object],
+        window: SimulatedWindow | None = None,
     ) -> None:
         self.blocks = blocks
+        self._window = window
         self.requests: dict[str, VllmRequest] = {}
         self._compute = compute
         self._post, self._on_failed = post, on_failed
@@ -244,8 +282,8 @@ class SimulatedVllm:
         self._release(request)
 
     def _release(self, request: VllmRequest) -> None:
-        self.blocks.release(request.block_table)
-        request.block_table = []
+        self.blocks.release(request.block_table + [each for each in request.window_table if each != NO_BLOCK])
+        request.block_table, request.window_table = [], []
 
     def _publish(self, request: VllmRequest) -> None:
         num_full = min(request.num_computed // self.blocks.block_size, len(request.hashes))
@@ -260,6 +298,9 @@ class SimulatedVllm:
         self._step = self._schedule()
         if not self._step and self._lost_blocks:
             self._step = self._schedule()  # the blocks that were taken are free now
+        if self._window is not None:
+            for request, _ in self._step:
+                self._window.check(request)
         items = [self._item(request, num_tokens) for request, num_tokens in self._step]
         if items:
             self._compute.submit(Batch(items), self._on_step)
@@ -319,7 +360,7 @@ class SimulatedVllm:
     def _share_cached(self, request: VllmRequest) -> None:
         """The last token is always computed. Prompts with log-probabilities compute all of them."""
         num_usable = (len(request.token_ids) - 1) // self.blocks.block_size
-        cached = self.blocks.match(request.hashes[:num_usable]) if request.num_prompt_logprobs is None else []
+        cached = self._match(request.hashes[:num_usable]) if request.num_prompt_logprobs is None else []
         self.blocks.share(cached)
         request.block_table = list(cached)
         request.num_computed = len(cached) * self.blocks.block_size
@@ -330,25 +371,50 @@ class SimulatedVllm:
     def _allocate(self, request: VllmRequest) -> bool:
         """Allocates blocks for a prompt whose KV comes from another worker, if there are enough."""
         num_usable = len(request.token_ids) // self.blocks.block_size
-        cached = self.blocks.match(request.hashes[:num_usable])
-        num_new = self.blocks.num_blocks_for(len(request.token_ids)) - len(cached)
-        if num_new + len(self._of("running")) > self.blocks.num_free_without(cached):
+        cached = self._match(request.hashes[:num_usable])
+        num_blocks = self.blocks.num_blocks_for(len(request.token_ids))
+        num_new = num_blocks - len(cached)
+        first = self._window.first_block(len(request.token_ids)) if self._window is not None else num_blocks
+        num_of_window, num_groups = num_blocks - first, 1 if self._window is None else 2
+        num_left = num_groups * len(self._of("running"))  # for the next block of each
+        if num_new + num_of_window + num_left > self.blocks.num_free_without(cached):
             return False
         self.blocks.share(cached)
         new = self.blocks.allocate(num_new)
         request.status, request.block_table = "receiving", [*cached, *new]
-        self._allocated.append(
-            AllocatedBlocks(request.engine_id, len(cached) * self.blocks.block_size, [(len(cached), new)])
-        )
+        groups = [(len(cached), new)]
+        if self._window is not None:
+            of_window = self.blocks.allocate(num_of_window)
+            request.window_table = [NO_BLOCK] * first + of_window
+            groups.append((first, of_window))
+        num_cached_tokens = len(cached) * self.blocks.block_size
+        self._allocated.append(AllocatedBlocks(request.engine_id, num_cached_tokens, groups))
         return True
 
+    def _match(self, hashes: list[bytes]) -> list[int]:
+        return self.blocks.match(hashes) if self._window is None else []
+
     def _grow(self, request: VllmRequest, num_tokens: int) -> bool:
-        num_needed = self.blocks.num_blocks_for(request.num_computed + num_tokens) - len(request.block_table)
-        if num_needed > 0:
-            if not self.blocks.can_allocate(num_needed):
+        num_blocks = self.blocks.num_blocks_for(request.num_computed + num_tokens)
+        num_needed = max(0, num_blocks - len(request.block_table))
+        num_of_window = 0
+        if self._window is not None:
+            self._leave_window(request, self._window.first_block(request.num_computed))
+            num_of_window = max(0, num_blocks - len(request.window_table))
+        if num_needed + num_of_window > 0:
+            if not self.blocks.can_allocate(num_needed + num_of_window):
                 return False
-            request.block_table = [*request.block_table, *self.blocks.allocate(num_needed)]
+            new = self.blocks.allocate(num_needed + num_of_window)
+            request.block_table = request.block_table + new[:num_needed]
+            request.window_table = request.window_table + new[num_needed:]
         return True
+
+    def _leave_window(self, request: VllmRequest, first: int) -> None:
+        """Gives back the blocks before the first one that is needed."""
+        gone = [each for each in request.window_table[:first] if each != NO_BLOCK]
+        if gone:
+            self.blocks.release(gone)
+            request.window_table = [NO_BLOCK] * first + request.window_table[first:]
 
     def _preempt_last(self, request: VllmRequest) -> bool:
         """Takes the blocks of the running request whose turn is last. Returns False if that is this one."""
@@ -392,6 +458,8 @@ class SimulatedVllm:
                 self._end(request)
                 continue
             request.num_computed += num_tokens
+            if self._window is not None:
+                self._window.write(request, request.num_computed - num_tokens, request.num_computed)
             self._publish(request)
             request.prompt_logprobs += result.prompt_logprobs
             for token in result.tokens:
@@ -428,7 +496,8 @@ class SimulatedVllm:
             num_blocks = self.blocks.num_blocks_for(num_tokens) if is_whole else num_tokens // self.blocks.block_size
             if request.ships and request.status == "running" and num_blocks > request.num_reported:
                 request.num_reported = num_blocks
-                found.append(ComputedBlocks(request.engine_id, [request.block_table[:num_blocks]]))
+                tables = [request.block_table] + ([request.window_table] if self._window is not None else [])
+                found.append(ComputedBlocks(request.engine_id, [table[:num_blocks] for table in tables]))
         return found
 
     def _report(

@@ -46,7 +46,7 @@ VLLM = (
     Mutation(
         "two full workers with vLLM wait for each other",
         POLICY,
-        "yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked else None",
+        "yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked or is_short else None",
         "yielding = None",
     ),
     Mutation(
@@ -60,5 +60,35 @@ VLLM = (
         POLICY,
         "        if stream.owns_request:\n",
         "        if False:\n",
+    ),
+    Mutation(
+        "shipped prompts keep their blocks while vLLM takes those of their other sequences again and again",
+        POLICY,
+        "            self._preempted_at = now\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a sequence goes on when the blocks of its first group are there",
+        "handover/incoming.py",
+        "            and all(group.is_announced for group in self.groups)\n",
+        "            and self.groups[0].is_announced\n",
+    ),
+    Mutation(
+        "blocks may be reused when the first group has arrived",
+        "handover/incoming.py",
+        "        all_announced = all(group.is_announced for group in self.groups)\n",
+        "        all_announced = self.groups[0].is_announced\n",
+    ),
+    Mutation(
+        "blocks of a window go to the places of full attention",
+        "handover/outgoing.py",
+        "        return Ship(pair_id, transfer_id, first, src, dst, group)\n",
+        "        return Ship(pair_id, transfer_id, first, src, dst, 0)\n",
+    ),
+    Mutation(
+        "blocks are written in the places of each other",
+        "handover/outgoing.py",
+        "        dst = self.dst_block_ids[first - self.first_block : ready - self.first_block]\n",
+        "        dst = self.dst_block_ids[first - self.first_block : ready - self.first_block][::-1]\n",
     ),
 )

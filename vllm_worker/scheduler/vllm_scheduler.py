@@ -10,6 +10,7 @@ reservation; vLLM keeps them until it is told that nothing more will be written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.steps.step_times import StepTimes
 from tandem.handover.actions import SendToProxy
 from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer, IncomingTransfers
-from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
+from tandem.handover.outgoing import YIELD_AFTER_S, OutgoingTransfer, OutgoingTransfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.membership import PrefixUpdate
@@ -76,6 +77,7 @@ class VllmScheduler:
         self.prefixes = PrefixLog()
         self.step_times = StepTimes(itl_slo_s)
         self.figures = EngineFigures(num_blocks=num_blocks, num_free_blocks=num_blocks)
+        self._preempted_at = -math.inf  # when vLLM last took blocks from a request
         self.step_time_s = 0.0
         self.num_finished = self.num_shipped = self.num_received = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_received_tokens = self.num_media_encoded = 0
@@ -158,14 +160,19 @@ class VllmScheduler:
         error = DeadlineExceeded("the request's deadline has passed")
         late = [action for stream in self._streams.late(now) for action in self._end(stream, error)]
         actions = late + self.outgoing.on_tick(now) + self.incoming.on_tick(now)
-        yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked else None
-        if yielding is None and not self.figures.num_running:
+        # vLLM can take blocks from every request but those that have shipped, so only these end a shortage. Without a
+        # prefix cache the other sequences of a prompt need as many blocks again, and take them from each other in turn.
+        is_short = now - self._preempted_at < YIELD_AFTER_S
+        yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked or is_short else None
+        if yielding is None and (is_short or not self.figures.num_running):
             yielding = self.outgoing.without_tokens(now)
         return actions + self._preempt(yielding) if yielding is not None else actions
 
     # ---- events from the engine
 
     def on_report(self, now: float, report: StepReport) -> list[VllmAction]:
+        if report.figures.num_preempted > self.figures.num_preempted:
+            self._preempted_at = now
         self.figures = report.figures
         if report.step_s:
             self.step_time_s = report.step_s

@@ -46,6 +46,7 @@ MAY_WRITE = {
     "proxy/batches/file_store.py",  # moves results to their place
     "proxy/batches/json_files.py",  # sets a damaged file aside
     "proxy/cluster/adapter_table.py",  # a lock
+    "vllm_worker/load_turns.py",  # a lock
     "proxy/reading/body_reader.py",  # a memfd
     "runtime/processes/forked_process.py",  # a memfd
     "proxy/batches/line_check.py",  # a memfd

@@ -175,7 +175,9 @@ class ScriptedVllmWorker:
                 case "lost", engine_id:
                     report.lost.append(engine_id)
                 case "running", number:
-                    figures = EngineFigures(int(number))
+                    figures = figures._replace(num_running=int(number))
+                case "preempted", number:
+                    figures = figures._replace(num_preempted=int(number))
                 case "took", seconds:
                     report = report._replace(step_s=float(seconds))
                 case "gap", seconds:
