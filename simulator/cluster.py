@@ -240,6 +240,8 @@ class SimulatedCluster(Machine):
 
     def _check_back(self, worker: SimulatedWorker) -> None:
         """Each proxy that has run and reached a worker for long can use it when it is said to be back."""
+        if self.orderly.is_leaving(worker):  # told again since the proxies answered
+            return
         for proxy in self.proxies.values():
             changed_at = max(self.switch.changed_at(*ends) for ends in permutations((proxy.name, worker.name)))
             is_calm = proxy.loop.stopped_at is None and proxy.loop.slowness == worker.loop.slowness == 1.0
