@@ -19,7 +19,8 @@ _POLL_S = 0.1
 async def turn_to_load(files: Sequence[str]) -> AsyncIterator[None]:
     """Waits until no other worker has one of the turns, and gives them back at the end.
 
-    files: one for each shared GPU, the same in all workers. The kernel releases those of a worker that is killed.
+    files: one for each shared GPU, the same in all workers. The kernel releases those of a worker that is killed. The
+    launcher ends workers that are not ready in time, so no turn is kept for ever.
     """
     async with AsyncExitStack() as turns:
         for file in sorted(files):  # in the same order everywhere, so that no two workers wait for each other

@@ -1,6 +1,7 @@
-"""Chats of a model that thinks, with vLLM's engine: tools, formats and budgets, whoever opens the thinking.
+"""Chats with a model that thinks, on workers with vLLM's engine: tools, answer formats and thinking budgets.
 
-The template is one that the operator names, and the model's tokens are noise: budgets end its thinking.
+The prompt opens the thinking in some cases, and the model in others. The operator names the chat template. The model's
+tokens are noise, so budgets end its thinking.
 """
 
 from __future__ import annotations
